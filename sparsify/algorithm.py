@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Clock', 'Algorithm', 'GMP', 'Static']
 
-# %% ../nbs/07_algorithm.ipynb #7fe7e73a
+# %% ../nbs/07_algorithm.ipynb #2012d730
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from .schedule import At, Cycling, Every, Schedule, StepSchedule, as_schedule, a
 from .sparsifier import Sparsifier
 from .targets import as_fraction
 
-# %% ../nbs/07_algorithm.ipynb #d3c346ef
+# %% ../nbs/07_algorithm.ipynb #91a3494c
 class Clock(NamedTuple):
     "Where training stands before a forward pass"
     batch:int # Of this fit, from 0, counted from its first epoch
@@ -33,7 +33,7 @@ class Clock(NamedTuple):
     @property
     def last(self): return self.batch==self.batches-1
 
-# %% ../nbs/07_algorithm.ipynb #803adadd
+# %% ../nbs/07_algorithm.ipynb #54dab94a
 @dataclass(frozen=True)
 class Algorithm(ABC):
     "How masks evolve; what is left None here is taken from the callback"
@@ -54,14 +54,14 @@ class Algorithm(ABC):
     def begin(self, sp:Sparsifier)->list[str]: "Make the first masks, once; the names whose masks changed"
     def check(self, sp:Sparsifier, steps:int)->None: "Refuse what cannot be reached in `steps` optimizer steps, before anything changes"
 
-# %% ../nbs/07_algorithm.ipynb #632cd5d2
+# %% ../nbs/07_algorithm.ipynb #b1109253
 def _by_layer(a:Algorithm)->bool: return isinstance(a.sparsity, dict) and 'type' not in a.sparsity
 
 def _local_only(a:Algorithm, nm, round_to)->bool:
     "Whether what was asked has a meaning layer by layer only"
     return _by_layer(a) or bool(nm) or round_to is not None or isinstance(a.granularity, (NM, Grouped))
 
-# %% ../nbs/07_algorithm.ipynb #6552cbab
+# %% ../nbs/07_algorithm.ipynb #3d84d127
 @patch
 def bind(self:Algorithm,
     model:nn.Module, # Its weights are changed only by `begin` and updates
@@ -74,7 +74,7 @@ def bind(self:Algorithm,
     return Sparsifier(model, self.granularity or 'weight', context, self.criteria or large_final, nm,
                       sparsity=self.sparsity if _by_layer(self) else None, round_to=round_to, **kwargs)
 
-# %% ../nbs/07_algorithm.ipynb #9c0b52ee
+# %% ../nbs/07_algorithm.ipynb #98cb620f
 def _check_update(update, steps:int)->None:
     "Refuse a cadence that would never be due in `steps`"
     every = update if isinstance(update, int) and not isinstance(update, bool) else update.freq if isinstance(update, Every) else None
@@ -83,7 +83,7 @@ def _check_update(update, steps:int)->None:
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
     if first>=steps: raise ValueError(f"the first update is due at step {first}, but the fit ends after {steps}")
 
-# %% ../nbs/07_algorithm.ipynb #d4cb322c
+# %% ../nbs/07_algorithm.ipynb #5d79792c
 @dataclass(frozen=True)
 class GMP(Algorithm):
     "Gradual magnitude pruning: keep the largest |w| at a sparsity that rises ([Zhu & Gupta 2017](https://arxiv.org/abs/1710.01878))"
@@ -116,7 +116,7 @@ class GMP(Algorithm):
         _check_update(self.update, steps)
         sp.check(self.shares(sp, Clock(steps-1, steps, steps-1, steps)))
 
-# %% ../nbs/07_algorithm.ipynb #6a1c3c3e
+# %% ../nbs/07_algorithm.ipynb #91fa5af6
 def _gmp_shares(a:GMP, sp:Sparsifier, clock:Clock)->dict:
     "The target of each parameter at this time"
     if isinstance(a.sparsity, Cycling): x = a.sparsity.values[min(sp.memory.get('index', 0), len(a.sparsity.values)-1)]
@@ -127,7 +127,7 @@ def _gmp_shares(a:GMP, sp:Sparsifier, clock:Clock)->dict:
         return {k: s if p==1 else p*s for k,s in final.items()}
     return dict.fromkeys(sp.targets, min(max(x, 0.), 1.))
 
-# %% ../nbs/07_algorithm.ipynb #1716a0eb
+# %% ../nbs/07_algorithm.ipynb #16289c3f
 def _gmp_due(a:GMP, clock:Clock)->bool:
     "On the cadence; where a stepped schedule jumps; where the schedule ends; and on the last batch"
     if clock.last: return True
@@ -142,7 +142,7 @@ def _gmp_due(a:GMP, clock:Clock)->bool:
     reached = a.curve.position(clock.batch, clock.batches)==1 and (clock.since<0 or a.curve.position(clock.since, clock.batches)!=1)
     return reached or (a.curve.stepped and a.curve.at(clock.batch, clock.batches)!=before)
 
-# %% ../nbs/07_algorithm.ipynb #aaf93f10
+# %% ../nbs/07_algorithm.ipynb #343b7db8
 @dataclass(frozen=True)
 class Static(Algorithm):
     "One mask for the whole run, made before the first step; `init='from_zeros'` holds a sparse network as it is"
@@ -164,7 +164,7 @@ class Static(Algorithm):
         for hook in list(sp._hooks['mask'].values()): hook(sp, '*', next(iter(shares.values())))
         return []
 
-# %% ../nbs/07_algorithm.ipynb #1a0f4d60
+# %% ../nbs/07_algorithm.ipynb #a316a351
 @patch
 def fill_in(self:Algorithm,
     **given, # Values by field; `None` is not given

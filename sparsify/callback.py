@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['opt_tensors', 'SparsityMetric', 'SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #d0f37bb9
+# %% ../nbs/09_callback.ipynb #044cb812
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -29,14 +29,14 @@ from .schedule import as_schedule, as_update
 from .sparsifier import Sparsifier
 from .targets import as_fraction, unwrap
 
-# %% ../nbs/09_callback.ipynb #1723736e
+# %% ../nbs/09_callback.ipynb #da4e9df0
 def _chain(opt)->Iterator:
     "An optimizer and the ones it wraps: `OptimWrapper`, `Lookahead`"
     while opt is not None:
         yield opt
         opt = opt.__dict__.get('opt')
 
-# %% ../nbs/09_callback.ipynb #e6300e0a
+# %% ../nbs/09_callback.ipynb #626c65d3
 def opt_tensors(
     opt, # fastai's `Optimizer`, `Lookahead` or `OptimWrapper`, or one of torch's
     params:Iterable[nn.Parameter], # Parameters of it; others have no state
@@ -54,7 +54,7 @@ def opt_tensors(
             for p,s in zip(ps, ss):
                 if id(p) in place: yield place[id(p)],s.data
 
-# %% ../nbs/09_callback.ipynb #a1e5e865
+# %% ../nbs/09_callback.ipynb #d4b77c45
 class SparsityMetric(Metric):
     "Sparsity of the masks, over all sparsified weights of a `Learner`, as a column in the table of progress"
     def __init__(self, learn:Learner): self.sparsifiers = lambda: [cb.sparsifier for cb in learn.cbs if isinstance(cb, SparsifyCallback) and cb.sparsifier]
@@ -66,13 +66,13 @@ class SparsityMetric(Metric):
         n = sum(m.numel() for m in masks)
         return 1-sum(map(n_true, masks))/n if n else 0.
 
-# %% ../nbs/09_callback.ipynb #1ed334f9
+# %% ../nbs/09_callback.ipynb #06a1d7fe
 class _Last:
     "The last callback of a learner; pickles as None, so that `learn.export` needs nothing of this library"
     def __init__(self, cb): self.cb = cb
     def __reduce__(self): return type(None),()
 
-# %% ../nbs/09_callback.ipynb #d91d8cdc
+# %% ../nbs/09_callback.ipynb #ec8a2e68
 def _get(self):
     last = self.__dict__.get('_sparsify_last')
     if last is None: raise AttributeError("this Learner has had no SparsifyCallback yet")
@@ -87,13 +87,13 @@ def _keep(self): "fastai deletes the attribute when a callback leaves: what it l
 
 Learner.sparsify = property(_get, _set, _keep, "The last `SparsifyCallback`, also after the fit it was given to")
 
-# %% ../nbs/09_callback.ipynb #f4e1f17f
+# %% ../nbs/09_callback.ipynb #46e4bb36
 def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
     "Refuse what this version does not do"
     for k,v,default in (('lth', lth, False), ('rewind_epoch', rewind_epoch, 0), ('reset_end', reset_end, False), ('save_tickets', save_tickets, False)):
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #20d5d2ce
+# %% ../nbs/09_callback.ipynb #d3c1c5ac
 class SparsifyCallback(Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -143,7 +143,7 @@ class SparsifyCallback(Callback):
         if learn is None and self.learn is not None: _drop_column(self.learn)
         self.__dict__['_learn'] = learn
 
-# %% ../nbs/09_callback.ipynb #7a6c9b60
+# %% ../nbs/09_callback.ipynb #cefdd5c4
 def _as_target(sparsity):
     "The target, read and checked"
     if sparsity is None or callable(sparsity) or isinstance(sparsity, (list, tuple)): return sparsity
@@ -152,7 +152,7 @@ def _as_target(sparsity):
     if not sparsity: raise ValueError("sparsity is an empty dict: nothing would be pruned")
     return {k: as_fraction(v, f'sparsity of {k!r}') for k,v in sparsity.items()}
 
-# %% ../nbs/09_callback.ipynb #6b31cadd
+# %% ../nbs/09_callback.ipynb #ec10d3e3
 def _check_algorithm(a:Algorithm, nm, round_to)->None:
     "Refuse contradictions that need no model to be seen"
     if a.context is not None: as_context(a.context)
@@ -167,7 +167,7 @@ def _check_algorithm(a:Algorithm, nm, round_to)->None:
     if nm and a.granularity not in (None, 'weight'):
         raise ValueError(f"nm={nm!r} and granularity={a.granularity!r} contradict each other: N:M prunes single weights")
 
-# %% ../nbs/09_callback.ipynb #6f1431aa
+# %% ../nbs/09_callback.ipynb #1237cdc1
 @patch
 def before_fit(self:SparsifyCallback):
     "Note what kind of run begins; in training, add the column"
@@ -179,14 +179,14 @@ def before_fit(self:SparsifyCallback):
         self._now.mode = 'new'
         self.learn.metrics = [m for m in self.learn.metrics if not isinstance(m, SparsityMetric)]+[SparsityMetric(self.learn)]
 
-# %% ../nbs/09_callback.ipynb #86afb79e
+# %% ../nbs/09_callback.ipynb #46632835
 def _others(cb:SparsifyCallback)->list: return [o for o in cb.learn.cbs if isinstance(o, SparsifyCallback) and o is not cb]
 
 def _drop_column(learn:Learner)->None:
     "Take the column of sparsity out again"
     if any(isinstance(m, SparsityMetric) for m in learn.metrics): learn.metrics = [m for m in learn.metrics if not isinstance(m, SparsityMetric)]
 
-# %% ../nbs/09_callback.ipynb #87a28f2a
+# %% ../nbs/09_callback.ipynb #6cad4d47
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
@@ -207,19 +207,19 @@ def before_train(self:SparsifyCallback):
     sp.apply_masks()
     self._clear(sp.targets)
 
-# %% ../nbs/09_callback.ipynb #d326ca6b
+# %% ../nbs/09_callback.ipynb #efc41d29
 def _batches_per_step(learn:Learner)->int:
     "Batches in an optimizer step: 1, or what `GradientAccumulation` collects"
     acc = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
     return max(1, math.ceil(acc[0].n_acc/(learn.dls.train.bs or 1))) if acc else 1
 
-# %% ../nbs/09_callback.ipynb #86757423
+# %% ../nbs/09_callback.ipynb #735bf8c3
 def _fits(sp:Sparsifier, model:nn.Module)->bool:
     "Whether a sparsifier is one of this model, as it is now"
     modules = {id(m) for m in unwrap(model).modules()}
     return all(id(t.module) in modules and t.param is not None and t.param.shape==sp.masks[k].shape for k,t in sp.targets.items())
 
-# %% ../nbs/09_callback.ipynb #a74300fa
+# %% ../nbs/09_callback.ipynb #6edd5fc2
 def _take_over(sp:Sparsifier, old:Sparsifier|None)->None:
     "Start from the masks of an earlier sparsifier of the same model, where the weights still obey them and they fit the granularity"
     for k,m in (old.masks if old is not None else {}).items():
@@ -228,7 +228,7 @@ def _take_over(sp:Sparsifier, old:Sparsifier|None)->None:
         m = m.to(t.param.device)
         if torch.count_nonzero(t.param.detach()[~m])==0 and torch.equal(sp.grans[k].expand(sp.grans[k].active(m)), m): sp.masks[k] = m
 
-# %% ../nbs/09_callback.ipynb #c7091171
+# %% ../nbs/09_callback.ipynb #8b349adb
 @patch
 def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
     "Two callbacks on one parameter would pull it two ways; one that only holds gives way"
@@ -239,7 +239,7 @@ def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
         if both and o.algorithm==Static(init='from_zeros') and o._now.mode!='train': self.learn.remove_cb(o)
         elif both: raise ValueError(f"{both[0]} is sparsified by two callbacks: give each its own layers (layer_type, exclude, model)")
 
-# %% ../nbs/09_callback.ipynb #b4c2e324
+# %% ../nbs/09_callback.ipynb #4e5b1992
 @patch
 def before_batch(self:SparsifyCallback):
     "Ask for the target and, if an update is due, move the masks before the forward pass"
@@ -255,7 +255,7 @@ def before_batch(self:SparsifyCallback):
     if a.due(sp, clock): self._clear(a.update_masks(sp, shares))
     now.since,now.fresh,now.target,now.closed = t,False,shares,clock.last
 
-# %% ../nbs/09_callback.ipynb #ef3a1344
+# %% ../nbs/09_callback.ipynb #73a3a64e
 @patch
 def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     "The shares that may be acted on now; a warning, once in a fit, if some may not"
@@ -267,7 +267,7 @@ def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
         self._now.told = True
     return {} if self.if_frozen=='wait' else {k: s for k,s in shares.items() if k not in cold}
 
-# %% ../nbs/09_callback.ipynb #b9fd5888
+# %% ../nbs/09_callback.ipynb #baf16596
 @patch
 def _clear(self:SparsifyCallback, names:Iterable[str])->bool:
     "Zero what the optimizer remembers of pruned weights in these targets, and in what follows them; whether there was something to zero"
@@ -283,7 +283,7 @@ def _clear(self:SparsifyCallback, names:Iterable[str])->bool:
     self._now.check = bool(held)
     return found
 
-# %% ../nbs/09_callback.ipynb #71af9fff
+# %% ../nbs/09_callback.ipynb #de410f48
 @patch
 def before_step(self:SparsifyCallback):
     "Zero the gradients of pruned weights, before anything clips or measures them"
@@ -295,7 +295,7 @@ def before_step(self:SparsifyCallback):
         if g.is_sparse: zero_(g._values(), m[g._indices()[0]])
         else: zero_(g, m)
 
-# %% ../nbs/09_callback.ipynb #4e599791
+# %% ../nbs/09_callback.ipynb #8a80a563
 @patch
 def after_cancel_step(self:SparsifyCallback): self._now.real = False
 
@@ -314,7 +314,7 @@ def after_step(self:SparsifyCallback):
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #7a6eeded
+# %% ../nbs/09_callback.ipynb #0e7dc5c1
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
@@ -332,13 +332,13 @@ def after_fit(self:SparsifyCallback):
         holder.options,holder.sparsifier = self.options,sp
         self.learn.add_cb(holder)
 
-# %% ../nbs/09_callback.ipynb #95c60179
+# %% ../nbs/09_callback.ipynb #28601bd0
 def _mean(sp:Sparsifier, shares:dict)->float:
     "The sparsity of all targets together that these shares would give"
     n = {k: sp.targets[k].param.numel() for k in shares}
     return sum(shares[k]*n[k] for k in shares)/sum(n.values())
 
-# %% ../nbs/09_callback.ipynb #97b9dccd
+# %% ../nbs/09_callback.ipynb #98445064
 @patch
 def report(self:SparsifyCallback):
     "The table of the sparsifier's `report`"

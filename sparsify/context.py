@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['er', 'Units', 'Kept', 'local', 'global_', 'er_densities', 'erk', 'as_context']
 
-# %% ../nbs/04_context.ipynb #5d4572ed
+# %% ../nbs/04_context.ipynb #8db33b00
 import difflib
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .masks import kth_largest, n_kept, n_pruned, n_true
 
-# %% ../nbs/04_context.ipynb #69efd6e7
+# %% ../nbs/04_context.ipynb #6490625e
 @dataclass
 class Units:
     "What a context knows of one layer"
@@ -34,12 +34,12 @@ class Units:
     @cached_property
     def scores(self)->Tensor: return self.score()
 
-# %% ../nbs/04_context.ipynb #6278facc
+# %% ../nbs/04_context.ipynb #ca705f6a
 class Kept(dict):
     "`{name: units kept in each group}`; `near` is the last score kept in a global ranking, which saves looking for it again"
     near = None
 
-# %% ../nbs/04_context.ipynb #fb470945
+# %% ../nbs/04_context.ipynb #9e262a10
 def local(
     units:dict[str,Units], # By parameter name
     sparsity:dict[str,float], # By parameter name, fractions in [0, 1]
@@ -49,7 +49,7 @@ def local(
     "Each layer at its own sparsity"
     return Kept({k: n_kept(u.n, sparsity[k], min_keep, multiple) for k,u in units.items()})
 
-# %% ../nbs/04_context.ipynb #d705a27e
+# %% ../nbs/04_context.ipynb #ccd97820
 def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple=None)->int:
     "How many weights a global ranking keeps in all, checked before anything is scored"
     if len(set(sparsity.values()))>1: raise ValueError(f"context 'global' has one budget, but the layers were given {sorted(set(sparsity.values()))}: use context='local'")
@@ -63,7 +63,7 @@ def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1,
                          f"ask for {math.floor(most/n*1e4)/1e4:g} at most, or pass min_keep=0")
     return n-n_pruned(n, s)
 
-# %% ../nbs/04_context.ipynb #745c5f4a
+# %% ../nbs/04_context.ipynb #31f3587c
 def _ranked(units:dict[str,Units], n_keep:int)->Kept:
     "Units of one size: how many of the `n_keep` best fall in each layer, ties to the earlier"
     if not n_keep: return Kept({k: 0 for k in units})
@@ -78,7 +78,7 @@ def _ranked(units:dict[str,Units], n_keep:int)->Kept:
     kept.near = cut
     return kept
 
-# %% ../nbs/04_context.ipynb #2f2d5486
+# %% ../nbs/04_context.ipynb #9c5c323e
 def _ranked_by_weight(units:dict[str,Units], n_keep:int)->Kept:
     "Units of several sizes: prune in order of score until the next unit would leave fewer than `n_keep` weights"
     s = np.concatenate([u.scores.flatten().cpu().numpy() for u in units.values()])
@@ -90,7 +90,7 @@ def _ranked_by_weight(units:dict[str,Units], n_keep:int)->Kept:
     lost = np.bincount(layer[gone], minlength=len(units))
     return Kept({k: u.n-int(l) for (k,u),l in zip(units.items(), lost)})
 
-# %% ../nbs/04_context.ipynb #e489a9e4
+# %% ../nbs/04_context.ipynb #11a1bb30
 def global_(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple:int|None=None)->Kept:
     "One ranking for all layers: only the total is given (arguments as in `local`)"
     n_keep = _total_keep(units, sparsity, min_keep, multiple)
@@ -108,7 +108,7 @@ def global_(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, mul
     return kept
 global_.check = _total_keep
 
-# %% ../nbs/04_context.ipynb #6b3f5d30
+# %% ../nbs/04_context.ipynb #8d41a889
 def er_densities(
     shapes:dict[str,tuple], # Weights' shapes, outputs and inputs first
     sparsity:float, # Of all of them together
@@ -127,7 +127,7 @@ def er_densities(
         dense |= {k for k in free if raw[k]==top}
     return {k: 1. for k in n}
 
-# %% ../nbs/04_context.ipynb #37971d74
+# %% ../nbs/04_context.ipynb #08fd4007
 def _whole(real:dict[str,float], most:dict[str,int], least:int)->dict[str,int]:
     "Whole numbers with the sum of `real`: rounded down, the rest to the largest remainders, at least `least` and at most `most` each"
     k = {o: min(most[o], max(min(least, most[o]), math.floor(r+1e-9))) for o,r in real.items()}
@@ -139,7 +139,7 @@ def _whole(real:dict[str,float], most:dict[str,int], least:int)->dict[str,int]:
             if missing and min(least, most[o])<=k[o]+step<=most[o]: k[o],missing = k[o]+step,missing-step
     return k
 
-# %% ../nbs/04_context.ipynb #8d948417
+# %% ../nbs/04_context.ipynb #2f46628f
 def erk(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple:int|None=None, kernel:bool=True)->Kept:
     "Erdős–Rényi kernel: density by shape, the total exact for single weights (arguments as in `local`)"
     if len(set(sparsity.values()))>1: raise ValueError("er and erk share one sparsity: use context='local' for a sparsity of each layer")
@@ -150,14 +150,14 @@ def erk(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multipl
         return Kept({k: n_kept(u.n, max(0., 1-d[k]), min_keep if s<1 else 0, multiple) for k,u in units.items()})
     return Kept(_whole({k: d[k]*u.n for k,u in units.items()}, {k: u.n for k,u in units.items()}, min_keep))
 
-# %% ../nbs/04_context.ipynb #68b55bad
+# %% ../nbs/04_context.ipynb #916e25a4
 er = partial(erk, kernel=False)
 er.__doc__ = "Erdős–Rényi: density by the numbers of inputs and outputs alone (arguments as in `local`)"
 
-# %% ../nbs/04_context.ipynb #521cc71d
+# %% ../nbs/04_context.ipynb #18b57753
 _contexts = {'local': local, 'global': global_, 'er': er, 'erk': erk}
 
-# %% ../nbs/04_context.ipynb #0afd5d10
+# %% ../nbs/04_context.ipynb #a4c2f22a
 def as_context(
     context:str|Callable, # 'local', 'global', 'er', 'erk', or a function of the arguments of `local`
 )->Callable:

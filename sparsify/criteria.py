@@ -7,16 +7,16 @@ __all__ = ['needs', 'large_final', 'squared_final', 'small_final', 'random_score
            'large_init_large_final', 'small_init_small_final', 'magnitude_increase', 'movement', 'movmag',
            'updating_magnitude_increase', 'updating_movement', 'updating_movmag', 'check_criterion', 'score']
 
-# %% ../nbs/03_criteria.ipynb #e28928c2
+# %% ../nbs/03_criteria.ipynb #873923ea
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# %% ../nbs/03_criteria.ipynb #df4ac222
+# %% ../nbs/03_criteria.ipynb #d4a5270e
 _known = ('init', 'previous', 'generator')
 
-# %% ../nbs/03_criteria.ipynb #ae991ed0
+# %% ../nbs/03_criteria.ipynb #dc88cf71
 def needs(
     *names:str, # 'init', 'previous', 'generator'
 )->Callable:
@@ -28,88 +28,88 @@ def needs(
         return f
     return _mark
 
-# %% ../nbs/03_criteria.ipynb #3a53c875
+# %% ../nbs/03_criteria.ipynb #a4d4810c
 def large_final(w:Tensor)->Tensor:
     "Keep the largest magnitudes, |w|: what magnitude pruning means"
     return w.abs()
 
-# %% ../nbs/03_criteria.ipynb #6948dfe2
+# %% ../nbs/03_criteria.ipynb #56972f6c
 def squared_final(w:Tensor)->Tensor:
     "Keep the largest squares: the order of `large_final`, another mean over a unit"
     return w.square()
 
-# %% ../nbs/03_criteria.ipynb #14737f43
+# %% ../nbs/03_criteria.ipynb #6eb0c8be
 def small_final(w:Tensor)->Tensor:
     "Keep the smallest magnitudes: a control"
     return -w.abs()
 
-# %% ../nbs/03_criteria.ipynb #467a3323
+# %% ../nbs/03_criteria.ipynb #9c011524
 @needs('generator')
 def random_scores(w:Tensor, *, generator:torch.Generator)->Tensor:
     "Keep at random, from the sparsifier's own seed: the same on every device and every process"
     return torch.rand(w.shape, generator=generator).to(w.device)
 
-# %% ../nbs/03_criteria.ipynb #da9115f8
+# %% ../nbs/03_criteria.ipynb #df411931
 @needs('init')
 def large_init(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what was large at the start, |w₀|"
     return init.abs()
 
-# %% ../nbs/03_criteria.ipynb #d9d6261b
+# %% ../nbs/03_criteria.ipynb #32b63cfd
 @needs('init')
 def small_init(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what was small at the start, -|w₀|"
     return -init.abs()
 
-# %% ../nbs/03_criteria.ipynb #212bd81a
+# %% ../nbs/03_criteria.ipynb #31e997c9
 @needs('init')
 def large_init_large_final(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what is large both times, min(|w|, |w₀|)"
     return torch.minimum(w.abs(), init.abs())
 
-# %% ../nbs/03_criteria.ipynb #729fd99d
+# %% ../nbs/03_criteria.ipynb #b868ba96
 @needs('init')
 def small_init_small_final(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what is small both times, -max(|w|, |w₀|)"
     return -torch.maximum(w.abs(), init.abs())
 
-# %% ../nbs/03_criteria.ipynb #d12329e5
+# %% ../nbs/03_criteria.ipynb #c0059569
 @needs('init')
 def magnitude_increase(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what has grown, |w| - |w₀|"
     return w.abs()-init.abs()
 
-# %% ../nbs/03_criteria.ipynb #04b540e8
+# %% ../nbs/03_criteria.ipynb #346b1695
 @needs('init')
 def movement(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what has moved far, |w - w₀|"
     return (w-init).abs()
 
-# %% ../nbs/03_criteria.ipynb #d81d6de4
+# %% ../nbs/03_criteria.ipynb #72b89ea0
 @needs('init')
 def movmag(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what is large and has moved, |w·(w - w₀)|"
     return (w*(w-init)).abs()
 
-# %% ../nbs/03_criteria.ipynb #0a551dc3
+# %% ../nbs/03_criteria.ipynb #ebbfe12a
 @needs('previous')
 def updating_magnitude_increase(w:Tensor, *, previous:Tensor)->Tensor:
     "Keep what has grown since the last update, |w| - |w₋₁|"
     return w.abs()-previous.abs()
 
-# %% ../nbs/03_criteria.ipynb #7b64b417
+# %% ../nbs/03_criteria.ipynb #351283a6
 @needs('previous')
 def updating_movement(w:Tensor, *, previous:Tensor)->Tensor:
     "Keep what has moved since the last update, |w - w₋₁|"
     return (w-previous).abs()
 
-# %% ../nbs/03_criteria.ipynb #48fceed7
+# %% ../nbs/03_criteria.ipynb #a6b1e5bb
 @needs('previous')
 def updating_movmag(w:Tensor, *, previous:Tensor)->Tensor:
     "Keep what is large and has moved since the last update, |w·(w - w₋₁)|"
     return (w*(w-previous)).abs()
 
-# %% ../nbs/03_criteria.ipynb #4f5d4d5e
+# %% ../nbs/03_criteria.ipynb #16d04e01
 def check_criterion(criterion:Callable)->None:
     "Refuse what is not a function, or needs what cannot be given, before any model is known"
     if not callable(criterion): raise TypeError(f"criteria is {criterion!r}: a function from a weight to scores is needed, such as large_final")
@@ -117,11 +117,11 @@ def check_criterion(criterion:Callable)->None:
     bad = [n for n in wanted if n not in _known]
     if bad: raise ValueError(f"{_name(criterion)} needs {bad[0]!r}, which cannot be given: {', '.join(_known)} can")
 
-# %% ../nbs/03_criteria.ipynb #5d6adec4
+# %% ../nbs/03_criteria.ipynb #58b88558
 def _wants(criterion:Callable)->tuple: return (lambda n: (n,) if isinstance(n, str) else tuple(n))(getattr(criterion, 'needs', ()))
 def _name(criterion:Callable)->str: return getattr(criterion, '__name__', type(criterion).__name__)
 
-# %% ../nbs/03_criteria.ipynb #2fe13988
+# %% ../nbs/03_criteria.ipynb #5c7f816f
 def score(
     criterion:Callable, # See above
     w:Tensor, # A weight of any floating type; it is not changed

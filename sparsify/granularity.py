@@ -6,7 +6,7 @@
 __all__ = ['Granularity', 'Dims', 'granularity_names', 'add_granularity', 'Blocks', 'Grouped', 'NM', 'as_granularity',
            'check_granularity']
 
-# %% ../nbs/02_granularity.ipynb #2d8c5496
+# %% ../nbs/02_granularity.ipynb #607bac0c
 import difflib
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-# %% ../nbs/02_granularity.ipynb #1396f309
+# %% ../nbs/02_granularity.ipynb #f1ea47b3
 class Granularity:
     "What lives or dies together in one weight of `shape`: `rows` groups of `n` units that compete, each unit of `size` weights"
     shape:tuple # Of the weight
@@ -31,10 +31,10 @@ class Granularity:
         "Which units have a weight left in `mask`: bool, (`rows`, `n`)"
         return self.reduce(mask.float(), 'max')>0
 
-# %% ../nbs/02_granularity.ipynb #86d250d7
+# %% ../nbs/02_granularity.ipynb #5bc07820
 _reduce = {'mean': torch.mean, 'sum': torch.sum, 'max': torch.amax}
 
-# %% ../nbs/02_granularity.ipynb #f93453d1
+# %% ../nbs/02_granularity.ipynb #44bf6923
 def _as_reduce(
     how:str|Callable, # 'mean', 'sum', 'max' or a function `(scores, dim) → scores`
 )->Callable:
@@ -43,7 +43,7 @@ def _as_reduce(
     if not callable(f): raise ValueError(f"reduce is {how!r}: one of {', '.join(_reduce)} or a function (scores, dim) is needed")
     return f
 
-# %% ../nbs/02_granularity.ipynb #e12160a7
+# %% ../nbs/02_granularity.ipynb #9bfa982f
 class Dims(Granularity):
     "Units that reduce the dimensions `dims` of a weight"
     def __init__(self,
@@ -63,7 +63,7 @@ class Dims(Granularity):
 
     def expand(self, units): return units.view(self.unit_shape).expand(self.shape).contiguous()
 
-# %% ../nbs/02_granularity.ipynb #0f4ba529
+# %% ../nbs/02_granularity.ipynb #86e1a01b
 _conv2d = dict(weight=(), shared_weight=(0,), channel=(1,), column=(2,), row=(3,), kernel=(2,3), filter=(1,2,3), shared_channel=(0,1),
     shared_column=(0,2), shared_row=(0,3), vertical_slice=(1,2), horizontal_slice=(1,3), shared_vertical_slice=(0,1,2),
     shared_horizontal_slice=(0,1,3), shared_kernel=(0,2,3), layer=(0,1,2,3))
@@ -76,7 +76,7 @@ _matrix = dict(weight=(), column=(0,), row=(1,), layer=(0,1))
 _alias = {'vector': 'row'}
 _added:dict[str,dict] = {}
 
-# %% ../nbs/02_granularity.ipynb #51b73971
+# %% ../nbs/02_granularity.ipynb #941f3b65
 def _kind(
     module:nn.Module|None, # The module the weight belongs to
     ndim:int, # Of the weight
@@ -86,7 +86,7 @@ def _kind(
     if ndim not in tables: return {'weight': (), 'layer': tuple(range(ndim))},False
     return tables[ndim],isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
 
-# %% ../nbs/02_granularity.ipynb #dccafe3d
+# %% ../nbs/02_granularity.ipynb #25136ef2
 def granularity_names(
     module:nn.Module|None=None, # A layer; a 2-D convolution if None
     ndim:int|None=None, # Number of dimensions of the weight, taken from `module.weight` if None
@@ -96,7 +96,7 @@ def granularity_names(
     return list(_kind(module, ndim)[0])+[k for k in _alias if _alias[k] in _kind(module, ndim)[0]]+[
         k for k,v in _added.items() if module is None or any(isinstance(module, t) for t in v)]
 
-# %% ../nbs/02_granularity.ipynb #a93ff90a
+# %% ../nbs/02_granularity.ipynb #3ea3d264
 def add_granularity(
     name:str, # A new name
     layers:dict, # `{layer type: dimensions reduced to one unit}`
@@ -108,7 +108,7 @@ def add_granularity(
         raise TypeError(f"layers is {layers!r}: a dict of layer types to dimensions is needed, such as {{nn.Conv2d: (0,3)}}")
     _added[name] = {t: tuple(d) for t,d in layers.items()}
 
-# %% ../nbs/02_granularity.ipynb #cad4196b
+# %% ../nbs/02_granularity.ipynb #b481c093
 class _Blocks(Granularity):
     "Units of `a` outputs by `b` inputs at each position of the kernel"
     def __init__(self, shape, a, b):
@@ -126,7 +126,7 @@ class _Blocks(Granularity):
         u = units.view(self.shape[0]//self.a, 1, self.shape[1]//self.b, 1, *self.tail)
         return u.expand(-1, self.a, -1, self.b, *self.tail).reshape(self.shape).contiguous()
 
-# %% ../nbs/02_granularity.ipynb #cef41bf5
+# %% ../nbs/02_granularity.ipynb #66e9d25c
 @dataclass(frozen=True)
 class Blocks:
     "Granularity of blocks: `a` consecutive outputs by `b` consecutive inputs, at each position of a kernel"
@@ -137,7 +137,7 @@ class Blocks:
             raise ValueError(f"blocks of {self.a!r}x{self.b!r}: two whole numbers above 0 are needed")
     def bind(self, shape, module=None): return _Blocks(shape, self.a, self.b)
 
-# %% ../nbs/02_granularity.ipynb #350605b2
+# %% ../nbs/02_granularity.ipynb #c59235ef
 class _Balanced(Granularity):
     "Single weights in `rows` groups along `dim`: groups of whole slices, or runs of `m` consecutive entries"
     def __init__(self, shape, dim, groups=None, m=None, keep=0):
@@ -154,12 +154,12 @@ class _Balanced(Granularity):
         moved = list(self.shape); moved.insert(self.moved if self.moved==0 else len(moved)-1, moved.pop(self.dim))
         return units.reshape(moved).movedim(self.moved, self.dim).contiguous()
 
-# %% ../nbs/02_granularity.ipynb #1f23646d
+# %% ../nbs/02_granularity.ipynb #c74d0f6b
 def _io_dim(module, side)->int:
     "The dimension of inputs or outputs: transposed convolutions have them the other way round"
     return int((side=='in')!=isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)))
 
-# %% ../nbs/02_granularity.ipynb #3b9bfcd2
+# %% ../nbs/02_granularity.ipynb #b7b491ed
 @dataclass(frozen=True)
 class Grouped:
     "Granularity of single weights, balanced over groups of input or output channels (RigL's and SET's balance options)"
@@ -171,7 +171,7 @@ class Grouped:
             raise ValueError(f"groups is {self.groups!r}: a whole number of groups, 1 or more, is needed")
     def bind(self, shape, module=None): return _Balanced(shape, _io_dim(module, self.side), groups=self.groups)
 
-# %% ../nbs/02_granularity.ipynb #6eb28c44
+# %% ../nbs/02_granularity.ipynb #25abf8a2
 @dataclass(frozen=True)
 class NM:
     "Granularity N:M: of every `m` consecutive inputs of an output at most `m-n` are pruned, so at least `n` are kept"
@@ -184,7 +184,7 @@ class NM:
     def sparsity(self): return 1-self.n/self.m
     def bind(self, shape, module=None): return _Balanced(shape, _io_dim(module, 'in'), m=self.m, keep=self.n)
 
-# %% ../nbs/02_granularity.ipynb #f65c296b
+# %% ../nbs/02_granularity.ipynb #4fa055c6
 def as_granularity(
     granularity:str|tuple|Granularity|Blocks|Grouped|NM, # A name, a tuple of dimensions, or an object with `bind(shape, module)`
     shape:Sequence[int], # Of the weight
@@ -202,7 +202,7 @@ def as_granularity(
     if dims is None: raise ValueError(_unknown(granularity, module, len(shape)))
     return Dims(shape, sorted({0:1, 1:0}.get(d, d) for d in dims) if swap else dims)
 
-# %% ../nbs/02_granularity.ipynb #469b77a3
+# %% ../nbs/02_granularity.ipynb #fd4af9b4
 def _unknown(granularity:str, module:nn.Module|None, ndim:int)->str:
     "What to say of a name that a layer does not have"
     names = granularity_names(module, ndim)
@@ -210,7 +210,7 @@ def _unknown(granularity:str, module:nn.Module|None, ndim:int)->str:
     layer = f"a {type(module).__name__}" if module is not None else f"a weight of {ndim} dimensions"
     return f"{layer} has no granularity {granularity!r}{f', did you mean {near[0]!r}?' if near else ''}. It has: {', '.join(names)}"
 
-# %% ../nbs/02_granularity.ipynb #5727a8be
+# %% ../nbs/02_granularity.ipynb #1ea52b39
 def check_granularity(granularity)->None:
     "Refuse what no layer could have, before any model is known"
     names = set(_conv1d)|set(_conv2d)|set(_conv3d)|set(_matrix)|set(_alias)|set(_added)

@@ -6,7 +6,7 @@
 __all__ = ['n_pruned', 'n_kept', 'n_true', 'zero_', 'bury_', 'kth_largest', 'topk_masks', 'topk_mask', 'drop', 'grow', 'nm_mask',
            'init_random', 'init_topk', 'init_from_zeros', 'init_checkerboard', 'as_init', 'pack_bits', 'unpack_bits']
 
-# %% ../nbs/00_masks.ipynb #7030bc61
+# %% ../nbs/00_masks.ipynb #312e2f1b
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# %% ../nbs/00_masks.ipynb #8c6da29f
+# %% ../nbs/00_masks.ipynb #fc0ae42b
 def n_pruned(
     n:int, # Number of units, 0 or more
     sparsity:float, # Fraction of them to prune, in [0, 1]
@@ -25,7 +25,7 @@ def n_pruned(
     if not 0<=s<=1: raise ValueError(f"sparsity is {sparsity}: a fraction in [0, 1] is needed (0.9 prunes 90 %)")
     return round(s*n)
 
-# %% ../nbs/00_masks.ipynb #e7bfbbc3
+# %% ../nbs/00_masks.ipynb #c17b628c
 def n_kept(
     n:int, # Number of units
     sparsity:float, # Fraction to prune, in [0, 1]
@@ -41,15 +41,15 @@ def n_kept(
         k = max(multiple, (2*k+multiple)//(2*multiple)*multiple)
     return min(n, max(k, min_keep))
 
-# %% ../nbs/00_masks.ipynb #033b2774
+# %% ../nbs/00_masks.ipynb #1aae040f
 def n_true(mask:Tensor)->int:
     "How many entries of a bool `mask` are `True`"
     return int(np.count_nonzero(mask.numpy()) if mask.device.type=='cpu' else torch.count_nonzero(mask))
 
-# %% ../nbs/00_masks.ipynb #feb5ca66
+# %% ../nbs/00_masks.ipynb #1bb1b2f8
 _ints,_chunk = {2: torch.int16, 4: torch.int32, 8: torch.int64},1<<19
 
-# %% ../nbs/00_masks.ipynb #230e142e
+# %% ../nbs/00_masks.ipynb #109faa95
 def _as_bits(
     t:Tensor, # A floating tensor
     mask:Tensor, # Bool, of the shape of `t`
@@ -62,7 +62,7 @@ def _as_bits(
     buf = torch.empty(min(_chunk, bits.numel()), dtype=ints)
     return ((b, buf[:b.numel()].copy_(keep[i:i+_chunk]).neg_()) for i in range(0, bits.numel(), _chunk) for b in [bits[i:i+_chunk]])
 
-# %% ../nbs/00_masks.ipynb #9589efae
+# %% ../nbs/00_masks.ipynb #fb07d803
 def zero_(
     t:Tensor, # Any floating tensor: a weight, a gradient, an optimizer's average. Changed in place
     mask:Tensor, # Bool, of the shape of `t`: `False` is where `t` becomes +0.0
@@ -74,7 +74,7 @@ def zero_(
         for bits,ones in pieces: bits.bitwise_and_(ones)
     return t
 
-# %% ../nbs/00_masks.ipynb #2cbdc7e8
+# %% ../nbs/00_masks.ipynb #94b42994
 def bury_(
     scores:Tensor, # Changed in place
     mask:Tensor, # Bool, of the shape of `scores`: `False` is where they become -inf
@@ -86,7 +86,7 @@ def bury_(
         for bits,ones in pieces: bits.bitwise_and_(ones).bitwise_or_(ones.bitwise_not_().bitwise_and_(-0x800000))
     return scores
 
-# %% ../nbs/00_masks.ipynb #58035e57
+# %% ../nbs/00_masks.ipynb #62b0776b
 def _sample(
     arrays:Sequence[np.ndarray], # Flat arrays
     m:int, # How many values, about
@@ -95,7 +95,7 @@ def _sample(
     n,rng = sum(a.size for a in arrays),np.random.default_rng(0)
     return np.sort(np.concatenate([a[rng.integers(0, a.size, max(1, m*a.size//n))] for a in arrays if a.size]))
 
-# %% ../nbs/00_masks.ipynb #971d518f
+# %% ../nbs/00_masks.ipynb #4dac1035
 def _between(
     arrays:Sequence[np.ndarray], # Flat arrays
     lo:float, # Lower bound
@@ -112,7 +112,7 @@ def _between(
             inner.append(x[np.flatnonzero(above & under)])
     return le,lt,np.concatenate(inner)
 
-# %% ../nbs/00_masks.ipynb #c624646d
+# %% ../nbs/00_masks.ipynb #edb03e55
 def _kth_smallest(
     arrays:Sequence[np.ndarray], # Flat arrays without NaN
     r:int, # Rank from 1, the smallest, to the number of values
@@ -132,7 +132,7 @@ def _kth_smallest(
         if r>lt and r<=sum(np.count_nonzero(a<=hi) for a in arrays): return hi
         d *= 4
 
-# %% ../nbs/00_masks.ipynb #8499c5b7
+# %% ../nbs/00_masks.ipynb #7e6ed58d
 def kth_largest(
     scores:Sequence[Tensor], # Any number of tensors, of any shapes, which compete together. No NaN
     k:int, # Rank, from 1 (the largest) to the number of entries
@@ -143,7 +143,7 @@ def kth_largest(
     if scores[0].device.type!='cpu': return torch.cat([s.flatten() for s in scores]).kthvalue(n-k+1).values.item()
     return float(_kth_smallest([s.detach().flatten().numpy() for s in scores], n-k+1))
 
-# %% ../nbs/00_masks.ipynb #d3399bd1
+# %% ../nbs/00_masks.ipynb #6d4b5f08
 def _settle(
     masks:Sequence[Tensor], # `scores >= cut`, changed in place
     scores:Sequence[Tensor],
@@ -157,7 +157,7 @@ def _settle(
         m.view(-1)[ties] = False
         extra -= ties.numel()
 
-# %% ../nbs/00_masks.ipynb #632ce000
+# %% ../nbs/00_masks.ipynb #3935a619
 def _as_scores(scores:Tensor, grow=False)->Tensor:
     "Scores in float32 or float64; a NaN is refused, or for growth never chosen"
     s = scores.detach()
@@ -167,13 +167,13 @@ def _as_scores(scores:Tensor, grow=False)->Tensor:
         s = s.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     return s.contiguous()
 
-# %% ../nbs/00_masks.ipynb #7229108e
+# %% ../nbs/00_masks.ipynb #e0b0e501
 def _check_keep(n_keep:int, n:int, what='n_keep')->None:
     "Refuse a count that is not a whole number from 0 to `n`"
     if isinstance(n_keep, bool) or not isinstance(n_keep, (int, np.integer)) or not 0<=n_keep<=n:
         raise ValueError(f"{what} is {n_keep!r}: a whole number from 0 to {n} is needed (`n_kept` makes one from a fraction)")
 
-# %% ../nbs/00_masks.ipynb #c1302578
+# %% ../nbs/00_masks.ipynb #6dc18100
 def topk_masks(
     scores:Sequence[Tensor], # Tensors that compete together, higher = keep
     n_keep:int, # How many entries to keep in all of them together
@@ -191,7 +191,7 @@ def topk_masks(
     _settle(masks, scores, cut, extra)
     return masks
 
-# %% ../nbs/00_masks.ipynb #adde0fa1
+# %% ../nbs/00_masks.ipynb #c7edc5d6
 def topk_mask(
     scores:Tensor, # Higher = keep
     n_keep:int, # How many to keep: in all, or in each row if `dim` is given
@@ -205,21 +205,21 @@ def topk_mask(
     best = s.sort(dim=-1, descending=True, stable=True).indices[..., :n_keep]
     return torch.zeros_like(s, dtype=torch.bool).scatter_(-1, best, True).movedim(-1, dim).contiguous()
 
-# %% ../nbs/00_masks.ipynb #b291f114
+# %% ../nbs/00_masks.ipynb #092f93be
 def _only(scores:Tensor, mask:Tensor, active:bool)->Tensor:
     "`scores` of the active (or inactive) entries, in the order of their index"
     if mask.dtype!=torch.bool or mask.shape!=scores.shape:
         raise ValueError(f"a bool mask of shape {tuple(scores.shape)} is needed, not {mask.dtype} of {tuple(mask.shape)}")
     return scores[mask if active else ~mask]
 
-# %% ../nbs/00_masks.ipynb #054118a5
+# %% ../nbs/00_masks.ipynb #59ca264b
 def _rows(f:Callable, scores:Tensor, mask:Tensor, n_keep:int, dim:int)->Tensor:
     "`f` for each row along `dim`"
     s,m = scores.movedim(dim, -1),mask.movedim(dim, -1)
     rows = [f(a, b, n_keep) for a,b in zip(s.reshape(-1, s.shape[-1]), m.reshape(-1, m.shape[-1]))]
     return torch.stack(rows).view(m.shape).movedim(-1, dim).contiguous()
 
-# %% ../nbs/00_masks.ipynb #2cb2d327
+# %% ../nbs/00_masks.ipynb #69d3028b
 def drop(
     scores:Tensor, # Higher = keep; those of inactive entries do not matter
     mask:Tensor, # Bool, the active entries
@@ -233,7 +233,7 @@ def drop(
     if n_keep<s.numel(): new[mask] = topk_mask(s, n_keep)
     return new
 
-# %% ../nbs/00_masks.ipynb #095e6393
+# %% ../nbs/00_masks.ipynb #bf0adf8d
 def grow(
     scores:Tensor, # Higher = grow first; those of active entries do not matter, NaN is never chosen
     mask:Tensor, # Bool, the active entries
@@ -248,7 +248,7 @@ def grow(
     if n>0: new[~mask] = topk_mask(_as_scores(s, grow=True), n)
     return new
 
-# %% ../nbs/00_masks.ipynb #9d496945
+# %% ../nbs/00_masks.ipynb #855bac07
 def nm_mask(
     scores:Tensor, # Higher = keep
     n:int, # Entries kept of every `m`
@@ -262,7 +262,7 @@ def nm_mask(
     keep = topk_mask(s.reshape(-1, m), n, dim=-1)
     return keep.view(s.shape).movedim(-1, dim).contiguous()
 
-# %% ../nbs/00_masks.ipynb #e381a086
+# %% ../nbs/00_masks.ipynb #768dbad1
 def _first_mask(scores:Tensor, sparsity:float, shaper=None, device=None)->Tensor:
     "The best entries, or units, of `scores` at `sparsity`"
     if shaper is None: m = topk_mask(scores, n_kept(scores.numel(), sparsity))
@@ -271,7 +271,7 @@ def _first_mask(scores:Tensor, sparsity:float, shaper=None, device=None)->Tensor
         m = shaper.expand(topk_mask(u, n_kept(u.shape[-1], sparsity), dim=-1))
     return m if device is None else m.to(device)
 
-# %% ../nbs/00_masks.ipynb #2ae91446
+# %% ../nbs/00_masks.ipynb #01b6815b
 def init_random(
     w:Tensor, # The weight
     sparsity:float, # Fraction pruned, in [0, 1]
@@ -282,18 +282,18 @@ def init_random(
     "A random mask of the exact count"
     return _first_mask(torch.rand(w.shape, generator=generator).to(w.device), sparsity, shaper, device)
 
-# %% ../nbs/00_masks.ipynb #6a01444f
+# %% ../nbs/00_masks.ipynb #9bcd4351
 def init_topk(w:Tensor, sparsity:float, shaper=None, device=None)->Tensor:
     "Keep the largest magnitudes (arguments as in `init_random`)"
     return _first_mask(w.detach().float().abs(), sparsity, shaper, device)
 
-# %% ../nbs/00_masks.ipynb #bd5b1714
+# %% ../nbs/00_masks.ipynb #d90d9be8
 def init_from_zeros(w:Tensor, sparsity:float|None=None, shaper=None, device=None)->Tensor:
     "What is zero in `w` is what was pruned; `sparsity` and `shaper` are not looked at"
     m = w.detach()!=0
     return m if device is None else m.to(device)
 
-# %% ../nbs/00_masks.ipynb #c87ca041
+# %% ../nbs/00_masks.ipynb #634b82f0
 def init_checkerboard(w:Tensor, sparsity:float, shaper=None, device=None)->Tensor:
     "Spread the kept entries evenly over rows and columns (dimension 0 and all the others): a pattern for stress tests"
     n,rows = w.numel(),max(1, w.shape[0] if w.dim() else 1)
@@ -304,10 +304,10 @@ def init_checkerboard(w:Tensor, sparsity:float, shaper=None, device=None)->Tenso
     if shaper is not None: return _first_mask(m.float().to(w.device), sparsity, shaper, device)
     return m.to(w.device if device is None else device)
 
-# %% ../nbs/00_masks.ipynb #a7348fb9
+# %% ../nbs/00_masks.ipynb #45733077
 _inits = {'random': init_random, 'topk': init_topk, 'from_zeros': init_from_zeros, 'checkerboard': init_checkerboard}
 
-# %% ../nbs/00_masks.ipynb #baebe22d
+# %% ../nbs/00_masks.ipynb #f93fc860
 def as_init(
     init:str|Callable, # 'random', 'topk', 'from_zeros', 'checkerboard', or a function `(w, sparsity, shaper=None, device=None)`
 )->Callable: # A function of the same arguments, whose result is checked
@@ -322,12 +322,12 @@ def as_init(
     _checked.wants_generator = f is init_random
     return _checked
 
-# %% ../nbs/00_masks.ipynb #d23de841
+# %% ../nbs/00_masks.ipynb #b1177d6e
 def pack_bits(mask:Tensor)->Tensor:
     "A bool `mask` as uint8, eight entries a byte (the first in the lowest bit), on the CPU"
     return torch.from_numpy(np.packbits(mask.detach().cpu().contiguous().numpy().reshape(-1), bitorder='little'))
 
-# %% ../nbs/00_masks.ipynb #880a15a3
+# %% ../nbs/00_masks.ipynb #43875409
 def unpack_bits(
     bits:Tensor, # From `pack_bits`
     shape:Sequence[int], # The mask's shape

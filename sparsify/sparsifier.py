@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['norms_after', 'Masks', 'Sparsifier', 'Handle']
 
-# %% ../nbs/06_sparsifier.ipynb #62fc9993
+# %% ../nbs/06_sparsifier.ipynb #14da6a78
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,20 +24,20 @@ from .granularity import NM, Dims, Granularity, as_granularity, check_granularit
 from .masks import as_init, bury_, grow, n_true, pack_bits, topk_mask, unpack_bits, zero_
 from .targets import Target, as_fraction, clean_name, spread, unwrap
 
-# %% ../nbs/06_sparsifier.ipynb #2fb75a3a
+# %% ../nbs/06_sparsifier.ipynb #d01ac2a5
 def _graphs(model:nn.Module)->Iterator[torch.fx.GraphModule]:
     "The model's graph, or where it cannot be traced those of its parts, as large as can be"
     try: yield torch.fx.symbolic_trace(model)
     except Exception:      # a model may fail to trace in any way it likes: its parts are tried instead
         for m in model.children(): yield from _graphs(m)
 
-# %% ../nbs/06_sparsifier.ipynb #3cbb6859
+# %% ../nbs/06_sparsifier.ipynb #744831c5
 def _source(node, g:torch.fx.GraphModule):
     "The node whose values arrive at `node`, through layers that change none of them"
     while node.op=='call_module' and isinstance(g.get_submodule(node.target), (nn.Identity, nn.modules.dropout._DropoutNd)): node = node.args[0]
     return node
 
-# %% ../nbs/06_sparsifier.ipynb #3f45949e
+# %% ../nbs/06_sparsifier.ipynb #4c258050
 def norms_after(
     model:nn.Module, # Traced, not run and not changed
 )->tuple[dict[int,list],set[int]]: # `{id(layer): BatchNorms that normalise nothing but its output}`; ids of the layers that were traced
@@ -56,7 +56,7 @@ def norms_after(
         if len(sources)==1 and None not in sources: after.setdefault(sources.pop(), []).append(m)
     return after,seen
 
-# %% ../nbs/06_sparsifier.ipynb #6a11424b
+# %% ../nbs/06_sparsifier.ipynb #5e1cbfaf
 class Masks(dict):
     "`{parameter's name: bool mask, True = kept}`, which takes only masks that fit"
     def __init__(self, targets:dict[str,Target]):
@@ -72,14 +72,14 @@ class Masks(dict):
 
     def __reduce__(self): return _masks,(self.targets, dict(self))
 
-# %% ../nbs/06_sparsifier.ipynb #6a304efb
+# %% ../nbs/06_sparsifier.ipynb #16cad6e5
 def _masks(targets, masks):
     "Masks again, after pickling"
     m = Masks(targets)
     for k,v in masks.items(): m[k] = v
     return m
 
-# %% ../nbs/06_sparsifier.ipynb #fad0f005
+# %% ../nbs/06_sparsifier.ipynb #6e1da2d5
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -122,7 +122,7 @@ class Sparsifier:
     def __len__(self): return len(self.targets)
     def __repr__(self): return f"Sparsifier({len(self)} parameters, {sum(t.param.numel() for t in self.targets.values())} weights, sparsity {self.sparsity:.4f})"
 
-# %% ../nbs/06_sparsifier.ipynb #79df5602
+# %% ../nbs/06_sparsifier.ipynb #4daa849c
 def _nm(granularity, nm):
     "The granularity, with `nm` read"
     if nm is False or nm is None: return granularity
@@ -131,7 +131,7 @@ def _nm(granularity, nm):
     if isinstance(nm, NM): return nm
     raise TypeError(f"nm is {nm!r}: True (2:4), False or NM(n, m) is needed")
 
-# %% ../nbs/06_sparsifier.ipynb #f2023efc
+# %% ../nbs/06_sparsifier.ipynb #4785aea7
 def _min_keep(min_keep, granularity, context)->int:
     "How many units each layer keeps, 0 where whole layers are the units"
     if isinstance(min_keep, bool) or not isinstance(min_keep, int) or min_keep<0: raise ValueError(f"min_keep is {min_keep!r}: a whole number of units, 0 or more, is needed")
@@ -139,7 +139,7 @@ def _min_keep(min_keep, granularity, context)->int:
     if context is not global_: raise ValueError("granularity 'layer' ranks whole layers against each other: it needs context='global'")
     return 0
 
-# %% ../nbs/06_sparsifier.ipynb #d97ebbd5
+# %% ../nbs/06_sparsifier.ipynb #3bff86f2
 def _bind(targets:dict[str,Target], granularity, skipped:dict[str,str])->tuple[dict,dict]:
     "The granularity of each target; those that do not fit are skipped by name, or refused if they were named"
     kept,grans,skipped = {},{},dict(skipped)
@@ -156,13 +156,13 @@ def _bind(targets:dict[str,Target], granularity, skipped:dict[str,str])->tuple[d
     if skipped: warnings.warn(f"not pruned: {why}", stacklevel=4)
     return kept,grans
 
-# %% ../nbs/06_sparsifier.ipynb #15a78a84
+# %% ../nbs/06_sparsifier.ipynb #9b81124e
 def _is_output(g:Granularity, m:nn.Module)->bool:
     "Whether each unit is everything that makes one output of a convolution or Linear layer"
     if not isinstance(g, Dims) or not isinstance(m, (_ConvNd, nn.Linear)): return False
     return set(g.dims)==set(range(len(g.shape)))-{int(isinstance(m, _ConvTransposeNd))}
 
-# %% ../nbs/06_sparsifier.ipynb #092ee9e3
+# %% ../nbs/06_sparsifier.ipynb #e01a3993
 def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
     "Biases, and weights and biases of BatchNorms, that go with whole outputs: `{name: (where, the target they follow)}`"
     outs = {k: t for k,t in sp.targets.items() if _is_output(sp.grans[k], t.module)}
@@ -178,7 +178,7 @@ def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
                 if m._parameters.get(a) is not None: found[f'{names[id(m)]}.{a}'.lstrip('.')] = (Target(f'{names[id(m)]}.{a}'.lstrip('.'), m, a), k)
     return found
 
-# %% ../nbs/06_sparsifier.ipynb #93183731
+# %% ../nbs/06_sparsifier.ipynb #7fbc26ef
 @patch
 def report(self:Sparsifier):
     "A DataFrame of the layers: weights, those pruned by the mask, those that are zero, sparsity; units too where they are not single weights; and the total"
@@ -195,7 +195,7 @@ def report(self:Sparsifier):
     df['sparsity'] = df.pruned/df.weights
     return df
 
-# %% ../nbs/06_sparsifier.ipynb #763096a2
+# %% ../nbs/06_sparsifier.ipynb #bf1206c8
 @patch
 def all_masks(self:Sparsifier)->Iterator[tuple[str,Target,Tensor]]:
     "Name, place and mask of every parameter that is held: the targets, then the biases and BatchNorms that follow them"
@@ -204,7 +204,7 @@ def all_masks(self:Sparsifier)->Iterator[tuple[str,Target,Tensor]]:
         yield k,t,self.masks[k]
     for k,(t,of) in self.followers.items(): yield k,t,self.outputs(of)
 
-# %% ../nbs/06_sparsifier.ipynb #01657961
+# %% ../nbs/06_sparsifier.ipynb #fdaf3cc2
 @patch
 def outputs(self:Sparsifier,
     name:str, # Of a target whose units are whole outputs
@@ -213,13 +213,13 @@ def outputs(self:Sparsifier,
     m = self.targets[name].module
     return self.grans[name].active(self.masks[name]).flatten().repeat(m.groups if isinstance(m, _ConvTransposeNd) else 1)
 
-# %% ../nbs/06_sparsifier.ipynb #e7fa8fda
+# %% ../nbs/06_sparsifier.ipynb #4d06e2db
 @patch
 def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.all_masks(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #1c56a506
+# %% ../nbs/06_sparsifier.ipynb #e854ef43
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
@@ -232,14 +232,14 @@ def set_masks(self:Sparsifier,
     for k in new:
         for hook in list(self._hooks['mask'].values()): hook(self, k, 1-n_true(self.masks[k])/self.masks[k].numel())
 
-# %% ../nbs/06_sparsifier.ipynb #57304092
+# %% ../nbs/06_sparsifier.ipynb #9f2c05f4
 @patch
 def _generator(self:Sparsifier, name:str)->torch.Generator:
     "A random generator that depends on the seed, the update and the layer only: the same on every device and every process"
     state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name)]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state>>np.uint64(1)))
 
-# %% ../nbs/06_sparsifier.ipynb #31509cfb
+# %% ../nbs/06_sparsifier.ipynb #3b6405ca
 @patch
 def scores(self:Sparsifier,
     name:str, # Of a target
@@ -256,7 +256,7 @@ def scores(self:Sparsifier,
     if bury: bury_(u, m.view(u.shape) if g.size==1 and g.rows==1 else g.active(m))
     return u if g.rows>1 else u.flatten()
 
-# %% ../nbs/06_sparsifier.ipynb #01f4a9ec
+# %% ../nbs/06_sparsifier.ipynb #6d41bf78
 @patch
 def _units(self:Sparsifier, name:str)->Units:
     "What the context is told of a layer"
@@ -264,7 +264,7 @@ def _units(self:Sparsifier, name:str)->Units:
     active = n_true(m) if g.size==1 else n_true(g.active(m))
     return Units(name, g.shape, g.n, g.size, g.rows, active, lambda: self.scores(name))
 
-# %% ../nbs/06_sparsifier.ipynb #7e60fc38
+# %% ../nbs/06_sparsifier.ipynb #cb7691d7
 @patch
 def check(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}`
@@ -273,7 +273,7 @@ def check(self:Sparsifier,
     check = getattr(self.context, 'check', None)
     if check: check({k: self._units(k) for k in shares}, shares, self.min_keep, self.round_to)
 
-# %% ../nbs/06_sparsifier.ipynb #bf569ad3
+# %% ../nbs/06_sparsifier.ipynb #e367568d
 @patch
 def update(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}` of the targets to look at, fractions in [0, 1]
@@ -295,7 +295,7 @@ def update(self:Sparsifier,
             if 'previous' in self.refs: self.refs['previous'][k].copy_(self.targets[k].param.detach())
     return list(new)
 
-# %% ../nbs/06_sparsifier.ipynb #eb86d17a
+# %% ../nbs/06_sparsifier.ipynb #12a2eee0
 @patch
 def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, near)->Tensor:
     "The mask of one layer with `n_keep` units in each group"
@@ -307,7 +307,7 @@ def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, near)->Tensor:
     new = g.expand(topk_mask(u.scores, n_keep, dim, None if dim else near))
     return new if g.size==1 else new & old
 
-# %% ../nbs/06_sparsifier.ipynb #dd0b9522
+# %% ../nbs/06_sparsifier.ipynb #b89a5d9d
 @patch
 def shares_of(self:Sparsifier,
     sparsity:float|dict, # One number for all targets, or a dict from names (see `spread`) to numbers
@@ -321,7 +321,7 @@ def shares_of(self:Sparsifier,
     if other: raise ValueError(f"{other[0]!r} is no target of this sparsifier ({', '.join(list(self.targets)[:8])}): choose it with layer_type when the sparsifier is made")
     return shares
 
-# %% ../nbs/06_sparsifier.ipynb #5e038f52
+# %% ../nbs/06_sparsifier.ipynb #a029eedf
 @patch
 def sparsify_model(self:Sparsifier,
     sparsity:float|dict, # The share of *all* weights of each target that is to be zero: asking .2 twice gives .2
@@ -337,7 +337,7 @@ def sparsify_model(self:Sparsifier,
     finally: self.round_to = old
     return self
 
-# %% ../nbs/06_sparsifier.ipynb #a80146ec
+# %% ../nbs/06_sparsifier.ipynb #ce750b95
 @patch
 def sparsify_layer(self:Sparsifier,
     layer:nn.Module|str, # A target's layer, or its name
@@ -352,13 +352,13 @@ def sparsify_layer(self:Sparsifier,
     try: return self.sparsify_model({k: sparsity for k in names}, round_to) if sparsity else self
     finally: self.context = old
 
-# %% ../nbs/06_sparsifier.ipynb #5597acd8
+# %% ../nbs/06_sparsifier.ipynb #346d067b
 def _warn_nm(nm:NM, sparsity)->None:
     "Say so when N:M and the sparsity asked contradict each other"
     values = set(sparsity.values()) if isinstance(sparsity, dict) else {sparsity}
     if values-{nm.sparsity, None}: warnings.warn(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}", stacklevel=4)
 
-# %% ../nbs/06_sparsifier.ipynb #0575df0b
+# %% ../nbs/06_sparsifier.ipynb #2f952221
 @patch
 def init_masks(self:Sparsifier,
     init, # 'random', 'topk', 'from_zeros', 'checkerboard' or a function (see `as_init`)
@@ -377,13 +377,13 @@ def init_masks(self:Sparsifier,
     self.updates += 1
     return list(new)
 
-# %% ../nbs/06_sparsifier.ipynb #b11aca33
+# %% ../nbs/06_sparsifier.ipynb #2f6bbb1c
 class Handle:
     "Takes a hook off again"
     def __init__(self, hooks:dict, key): self.hooks,self.key = hooks,key
     def remove(self): self.hooks.pop(self.key, None)
 
-# %% ../nbs/06_sparsifier.ipynb #55644b98
+# %% ../nbs/06_sparsifier.ipynb #0693fff4
 @patch
 def _add_hook(self:Sparsifier, kind:str, hook:Callable)->Handle:
     "Register `hook` of a kind"
@@ -392,7 +392,7 @@ def _add_hook(self:Sparsifier, kind:str, hook:Callable)->Handle:
     self._hooks[kind][key] = hook
     return Handle(self._hooks[kind], key)
 
-# %% ../nbs/06_sparsifier.ipynb #1afc1549
+# %% ../nbs/06_sparsifier.ipynb #2d46a056
 @patch
 def on_target(self:Sparsifier,
     hook:Callable, # Called `hook(sparsifier, name, sparsity)`; the name is what the parameters with this target have in common, and `*`
@@ -400,7 +400,7 @@ def on_target(self:Sparsifier,
     "Call `hook` for each different target, every time targets are worked out"
     return self._add_hook('target', hook)
 
-# %% ../nbs/06_sparsifier.ipynb #1c0e5a0d
+# %% ../nbs/06_sparsifier.ipynb #a5015ce3
 @patch
 def on_mask(self:Sparsifier,
     hook:Callable, # Called `hook(sparsifier, name, sparsity of the new mask)`
@@ -408,7 +408,7 @@ def on_mask(self:Sparsifier,
     "Call `hook` for each new mask"
     return self._add_hook('mask', hook)
 
-# %% ../nbs/06_sparsifier.ipynb #013acbdf
+# %% ../nbs/06_sparsifier.ipynb #647d9bf8
 @patch
 def tell_targets(self:Sparsifier, shares:dict[str,float])->None:
     "Call the hooks of `on_target`, once for each different sparsity"
@@ -417,14 +417,14 @@ def tell_targets(self:Sparsifier, shares:dict[str,float])->None:
         name = os.path.commonprefix([k for k,v in shares.items() if v==s])+'*'
         for hook in list(self._hooks['target'].values()): hook(self, name, s)
 
-# %% ../nbs/06_sparsifier.ipynb #ea590bf5
+# %% ../nbs/06_sparsifier.ipynb #1fc949f5
 @patch
 def state_dict(self:Sparsifier)->dict:
     "Masks (one bit a weight), what criterion and algorithm remember, and the number of updates: tensors, numbers and strings only"
     return dict(version=1, seed=self.seed, updates=self.updates, memory=dict(self.memory), refs={k: {n: r.clone() for n,r in v.items()} for k,v in self.refs.items()},
                 masks={k: dict(bits=pack_bits(m), shape=list(m.shape)) for k,m in self.masks.items()})
 
-# %% ../nbs/06_sparsifier.ipynb #a9c78011
+# %% ../nbs/06_sparsifier.ipynb #631ca35e
 @patch
 def load_state_dict(self:Sparsifier,
     state:dict, # From `state_dict`

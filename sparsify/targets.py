@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['as_fraction', 'unwrap', 'clean_name', 'Target', 'default_filter', 'find_targets', 'spread']
 
-# %% ../nbs/05_targets.ipynb #1561633e
+# %% ../nbs/05_targets.ipynb #9ed9665f
 import difflib
 import fnmatch
 import numbers
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.nn.parameter import Parameter, UninitializedParameter, is_lazy
 
-# %% ../nbs/05_targets.ipynb #d054e6f2
+# %% ../nbs/05_targets.ipynb #8c9706a1
 def as_fraction(
     x:float, # A fraction in [0, 1]; above 1 and up to 100 it is read as a percentage
     name:str='sparsity', # What it is the sparsity of, for messages
@@ -30,7 +30,7 @@ def as_fraction(
     warnings.warn(f"{name} is {x}: it is read as {x} %, that is {x/100:g}. Write {x/100:g}; percentages will be refused", FutureWarning, stacklevel=3)
     return x/100
 
-# %% ../nbs/05_targets.ipynb #79f73c9b
+# %% ../nbs/05_targets.ipynb #363c8470
 def unwrap(model:nn.Module)->nn.Module:
     "The model inside `DataParallel`, `DistributedDataParallel` and `torch.compile`"
     while True:
@@ -39,12 +39,12 @@ def unwrap(model:nn.Module)->nn.Module:
         if not isinstance(inner, nn.Module): return model
         model = inner
 
-# %% ../nbs/05_targets.ipynb #ae3f3b29
+# %% ../nbs/05_targets.ipynb #d7432da4
 def clean_name(name:str)->str:
     "A parameter's or layer's name without the `_orig_mod.` that `torch.compile` puts in"
     return '.'.join(o for o in name.split('.') if o!='_orig_mod')
 
-# %% ../nbs/05_targets.ipynb #bcc650fe
+# %% ../nbs/05_targets.ipynb #b32b2ded
 @dataclass
 class Target:
     "One parameter to make sparse: found again through its module, so that it stays right when a parameter is replaced"
@@ -58,7 +58,7 @@ class Target:
     @property
     def layer(self)->str: return self.name.rpartition('.')[0]
 
-# %% ../nbs/05_targets.ipynb #1690edab
+# %% ../nbs/05_targets.ipynb #4ec2f7bd
 def default_filter(
     name:str, # Of a parameter
     param:Parameter,
@@ -66,7 +66,7 @@ def default_filter(
     "Whether a parameter is sparsified when nothing more is said: two dimensions or more, and no embedding, norm, `lm_head` or `pe_helper` in its name"
     return (is_lazy(param) or param.ndim>1) and not any(o in name.lower() for o in ('embedding', 'norm', 'lm_head', 'pe_helper'))
 
-# %% ../nbs/05_targets.ipynb #f7bde8e8
+# %% ../nbs/05_targets.ipynb #38f167f5
 def _all_params(model:nn.Module)->dict[str,Target]:
     "Every parameter once, under its first name, in the model's order"
     found,by_id = {},{}
@@ -79,7 +79,7 @@ def _all_params(model:nn.Module)->dict[str,Target]:
             else: by_id[id(p)],found[name] = name,Target(name, m, attr)
     return found
 
-# %% ../nbs/05_targets.ipynb #5176b26d
+# %% ../nbs/05_targets.ipynb #1a1c4245
 def _refusal(t:Target)->str|None:
     "Why a parameter cannot be made sparse, or None"
     p = t.param
@@ -91,17 +91,17 @@ def _refusal(t:Target)->str|None:
     if not p.is_floating_point(): return f"its type is {p.dtype}: floating-point weights can be sparse"
     if p.numel()==0: return "it is empty"
 
-# %% ../nbs/05_targets.ipynb #995b2413
+# %% ../nbs/05_targets.ipynb #c10e2fe1
 def _computed(m:nn.Module)->bool:
     "Whether a layer's `weight` is there but is not a parameter of its own"
     return 'weight' not in m._parameters and 'weight' not in m._modules and hasattr(m, 'weight')
 
-# %% ../nbs/05_targets.ipynb #4e65e40b
+# %% ../nbs/05_targets.ipynb #041112a1
 def _of_layer(by_id:dict[int,str], m:nn.Module)->list[str]:
     "The matrices that a layer itself holds: `weight`, or those of an LSTM or of attention; a shared one under its first name"
     return [by_id[id(p)] for p in m._parameters.values() if p is not None and (is_lazy(p) or p.ndim>1) and id(p) in by_id]
 
-# %% ../nbs/05_targets.ipynb #cfba454e
+# %% ../nbs/05_targets.ipynb #725d99f4
 def _match_name(
     key:str, # An exact name of a parameter or layer, a container, a glob or `re:`
     params:dict[str,Target],
@@ -124,7 +124,7 @@ def _match_name(
     if own and not any(True for _ in m.children()): return (2, len(key)),own
     return (1, len(key)),own+[n for n,t in params.items() if n not in own and n.startswith(key+'.') and among(t)]
 
-# %% ../nbs/05_targets.ipynb #3965e6bf
+# %% ../nbs/05_targets.ipynb #6967abfc
 def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn.Module], types=())->str:
     "What to say of a name that matches no parameter that can be chosen"
     if isinstance(key, str) and key in layers:
@@ -138,7 +138,7 @@ def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn
     return (f"{key!r} matches no weight of this {type(model).__name__}. " + (f"Near names: {', '.join(map(repr, near))}. " if near else '') +
             f"Layers with weights: {', '.join(dict.fromkeys(names[:12]))}{', ...' if len(set(names))>12 else ''}")
 
-# %% ../nbs/05_targets.ipynb #06c31d2a
+# %% ../nbs/05_targets.ipynb #a0ba1ac6
 def _split(which)->tuple[tuple,list]:
     "Layer types, and the other ways to choose"
     items = list(which) if isinstance(which, (tuple, list, set)) else [which]
@@ -150,7 +150,7 @@ def _split(which)->tuple[tuple,list]:
     if not items: raise ValueError("layer_type is empty: at least one layer type, name or function is needed")
     return types,rest
 
-# %% ../nbs/05_targets.ipynb #63c1450c
+# %% ../nbs/05_targets.ipynb #1df0fec9
 class _Resolver:
     "All that is looked at while targets are found in one model"
     def __init__(self, model:nn.Module, within:nn.Module|None=None):
@@ -174,7 +174,7 @@ class _Resolver:
             return _match_name(spec, self.params, self.layers, self.by_id, among)
         return (0, 0),[n for n,t in self.params.items() if spec(n, t.param)]
 
-# %% ../nbs/05_targets.ipynb #765208ae
+# %% ../nbs/05_targets.ipynb #4d5b1cbe
 def find_targets(
     model:nn.Module, # Looked at, not changed; wrappers are taken off
     layer_type=nn.Conv2d, # A layer type, a name, a function `(name, parameter) → bool`, or a list of these
@@ -196,7 +196,7 @@ def find_targets(
     for n in exact & set(targets): targets[n].named = True
     return _drop_unfit(r, targets, types)
 
-# %% ../nbs/05_targets.ipynb #e1e9e576
+# %% ../nbs/05_targets.ipynb #033fbcd5
 def _left_out(r:_Resolver, exclude)->set[str]:
     "The names that `exclude` takes out"
     if exclude is None or (isinstance(exclude, (tuple, list, set)) and not exclude): return set()
@@ -208,7 +208,7 @@ def _left_out(r:_Resolver, exclude)->set[str]:
         out |= set(found)
     return out
 
-# %% ../nbs/05_targets.ipynb #8c0edc35
+# %% ../nbs/05_targets.ipynb #2a548351
 def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple)->tuple[dict,dict]:
     "Take out, or refuse if it was named, what cannot be sparse; say what is left, or that nothing is"
     skipped = {n: why for n,t in targets.items() if (why := _refusal(t))}
@@ -229,7 +229,7 @@ def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple)->tuple[dict,
                      (', '.join(f"{k} ({', '.join(map(repr, v[:3]))}{', ...' if len(v)>3 else ''})" for k,v in has.items()) or 'no weights of two dimensions') +
                      (f": pass layer_type=nn.{next(iter(has))}" if has and hasattr(nn, next(iter(has))) else ''))
 
-# %% ../nbs/05_targets.ipynb #6bfc7184
+# %% ../nbs/05_targets.ipynb #2c31f0fa
 def spread(
     sparsity:float|dict, # One number for all, or a dict from names (as in `find_targets`) to numbers; 0 leaves a layer alone
     model:nn.Module, # As in `find_targets`
