@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['er', 'Units', 'Kept', 'local', 'global_', 'er_densities', 'erk', 'as_context']
 
-# %% ../nbs/04_context.ipynb #8db33b00
+# %% ../nbs/04_context.ipynb #f2a0bb20
 import difflib
 import math
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from functools import cached_property, partial
 import numpy as np
 from torch import Tensor
 
-from .masks import kth_largest, n_kept, n_pruned, n_true
+from .masks import n_kept, n_pruned, n_true, topk_masks
 
-# %% ../nbs/04_context.ipynb #6490625e
+# %% ../nbs/04_context.ipynb #5557b4b8
 @dataclass
 class Units:
     "What a context knows of one layer"
@@ -27,17 +27,20 @@ class Units:
     size:int # Weights in a unit
     rows:int # Groups of `n` units, each of which keeps the same number
     active:int # Units kept now, in all groups
-    score:Callable # Makes the units' scores, -inf where they are pruned already
+    score:Callable # Makes the units' scores, those of pruned units too
+    alive:Tensor|None=None # Bool, which units are kept now; None is all
 
     @property
     def weights(self): return self.rows*self.n*self.size
     @cached_property
     def scores(self)->Tensor: return self.score()
 
-# %% ../nbs/04_context.ipynb #ca705f6a
+# %% ../nbs/04_context.ipynb #d3f4f032
 class Kept(dict):
-    "`{name: units kept in each group}`; `near` is the last score kept in a global ranking, which saves looking for it again"
-    near = None
+    "`{name: units kept in each group}`; `masks` holds the units themselves where a ranking has found them on the way"
+    def __init__(self, *args, masks=None):
+        super().__init__(*args)
+        self.masks = masks or {}
 
 # %% ../nbs/04_context.ipynb #9e262a10
 def local(
@@ -63,46 +66,42 @@ def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1,
                          f"ask for {math.floor(most/n*1e4)/1e4:g} at most, or pass min_keep=0")
     return n-n_pruned(n, s)
 
-# %% ../nbs/04_context.ipynb #31f3587c
+# %% ../nbs/04_context.ipynb #94594a05
 def _ranked(units:dict[str,Units], n_keep:int)->Kept:
-    "Units of one size: how many of the `n_keep` best fall in each layer, ties to the earlier"
-    if not n_keep: return Kept({k: 0 for k in units})
-    cut = kth_largest([u.scores for u in units.values()], n_keep)
-    kept = Kept({k: n_true(u.scores>=cut) for k,u in units.items()})
-    extra = sum(kept.values())-n_keep
-    for k,u in reversed(units.items()):
-        if not extra: break
-        gone = min(extra, n_true(u.scores==cut))
-        kept[k] -= gone
-        extra -= gone
-    kept.near = cut
-    return kept
+    "Units of one size: the `n_keep` best of all layers, ties to the earlier; those alive come before all others"
+    scores,alive = [u.scores for u in units.values()],[u.alive for u in units.values()]
+    active = sum(u.active for u in units.values())
+    if active==sum(u.n for u in units.values()): masks = topk_masks(scores, n_keep, clean=True)
+    elif n_keep<=active: masks = topk_masks(scores, n_keep, alive, clean=True)
+    else: masks = [a | m for a,m in zip(alive, topk_masks(scores, n_keep-active, [~a for a in alive], clean=True))]
+    return Kept({k: n_true(m) for k,m in zip(units, masks)}, masks=dict(zip(units, masks)))
 
-# %% ../nbs/04_context.ipynb #9c5c323e
+# %% ../nbs/04_context.ipynb #0bbaf99c
 def _ranked_by_weight(units:dict[str,Units], n_keep:int)->Kept:
     "Units of several sizes: prune in order of score until the next unit would leave fewer than `n_keep` weights"
     s = np.concatenate([u.scores.flatten().cpu().numpy() for u in units.values()])
+    alive = np.concatenate([np.ones(u.n, bool) if u.alive is None else u.alive.flatten().cpu().numpy() for u in units.values()])
     layer = np.repeat(np.arange(len(units)), [u.n for u in units.values()])
     size = np.array([u.size for u in units.values()])[layer]
-    last_first = np.arange(s.size)[::-1]
-    order = last_first[np.argsort(s[::-1], kind='stable')]
+    order = np.lexsort((-np.arange(s.size), s, alive))      # the dead first, then the lowest score, then the highest index
     gone = order[:np.searchsorted(np.cumsum(size[order]), size.sum()-n_keep, side='right')]
     lost = np.bincount(layer[gone], minlength=len(units))
     return Kept({k: u.n-int(l) for (k,u),l in zip(units.items(), lost)})
 
-# %% ../nbs/04_context.ipynb #11a1bb30
+# %% ../nbs/04_context.ipynb #341738d5
 def global_(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple:int|None=None)->Kept:
     "One ranking for all layers: only the total is given (arguments as in `local`)"
     n_keep = _total_keep(units, sparsity, min_keep, multiple)
     if n_keep==sum(u.active*u.size for u in units.values()): return Kept({k: u.active for k,u in units.items()})
     if next(iter(sparsity.values()))==1: return Kept({k: 0 for k in units})
-    floor,poor = {},{}
+    floor,poor,grows = {},{},n_keep>sum(u.active*u.size for u in units.values())
+    least = {k: min(min_keep, u.n if grows else u.active) for k,u in units.items()}
     while True:
         floor.update(poor)
         rest,left = {k: u for k,u in units.items() if k not in floor},n_keep-sum(n*units[k].size for k,n in floor.items())
         sizes = {u.size for u in rest.values()}
         kept = (_ranked(rest, -(-left//sizes.pop())) if len(sizes)==1 else _ranked_by_weight(rest, left)) if rest else Kept()
-        poor = {k: min(min_keep, units[k].n) for k,n in kept.items() if n<min(min_keep, units[k].n)}
+        poor = {k: least[k] for k,n in kept.items() if n<least[k]}
         if not poor: break
     kept.update(floor)
     return kept

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['norms_after', 'Masks', 'Sparsifier', 'Handle']
 
-# %% ../nbs/06_sparsifier.ipynb #14da6a78
+# %% ../nbs/06_sparsifier.ipynb #98c3cf43
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from .context import Units, as_context, global_
 from .criteria import check_criterion, large_final, score
 from .granularity import NM, Dims, Granularity, as_granularity, check_granularity
-from .masks import as_init, bury_, grow, n_true, pack_bits, topk_mask, unpack_bits, zero_
+from .masks import as_init, drop, grow, has_nan, n_true, pack_bits, topk_masks, unpack_bits, zero_
 from .targets import Target, as_fraction, clean_name, spread, unwrap
 
 # %% ../nbs/06_sparsifier.ipynb #d01ac2a5
@@ -219,14 +219,14 @@ def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.all_masks(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #e854ef43
+# %% ../nbs/06_sparsifier.ipynb #b2747b62
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
 )->None:
     "Put these masks in the place of the old ones and apply them; a layer that loses all its weights is named in a warning"
     for k,m in new.items(): self.masks[k] = m
-    dead = [self.targets[k].layer for k in new if not self.masks[k].any()]
+    dead = [self.targets[k].layer for k in new if not n_true(self.masks[k])]
     if dead: warnings.warn(f"nothing is left of {', '.join(dead)}: no signal passes there any more", stacklevel=3)
     self.apply_masks()
     for k in new:
@@ -239,30 +239,27 @@ def _generator(self:Sparsifier, name:str)->torch.Generator:
     state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name)]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state>>np.uint64(1)))
 
-# %% ../nbs/06_sparsifier.ipynb #3b6405ca
+# %% ../nbs/06_sparsifier.ipynb #c56eb1ba
 @patch
 def scores(self:Sparsifier,
     name:str, # Of a target
-    bury:bool=True, # Put units that are pruned already at -inf, below all others
 )->Tensor: # (rows, units), or (units,) where all compete
-    "What each unit of a layer is worth now; NaN is refused by name"
-    t,g,m = self.targets[name],self.grans[name],self.masks[name]
+    "What each unit of a layer is worth now, pruned or not; NaN is refused by name"
+    t,g = self.targets[name],self.grans[name]
     s = score(self.criteria, t.param, **{k: r[name] for k,r in self.refs.items()}, generator=self._generator(name))
-    low,high = torch.aminmax(s)
-    if high.isnan(): raise ValueError(f"{name}: {int(s.isnan().sum())} of {s.numel()} scores are NaN, which have no rank. "
-                                      f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into the criterion")
-    if low==-torch.inf: s.clamp_(min=torch.finfo(s.dtype).min)
+    if has_nan(s): raise ValueError(f"{name}: {int(s.isnan().sum())} of {s.numel()} scores are NaN, which have no rank. "
+                                          f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into the criterion")
     u = g.reduce(s, self.reduce)
-    if bury: bury_(u, m.view(u.shape) if g.size==1 and g.rows==1 else g.active(m))
     return u if g.rows>1 else u.flatten()
 
-# %% ../nbs/06_sparsifier.ipynb #6d41bf78
+# %% ../nbs/06_sparsifier.ipynb #e9da1fb9
 @patch
 def _units(self:Sparsifier, name:str)->Units:
     "What the context is told of a layer"
     g,m = self.grans[name],self.masks[name]
-    active = n_true(m) if g.size==1 else n_true(g.active(m))
-    return Units(name, g.shape, g.n, g.size, g.rows, active, lambda: self.scores(name))
+    alive = m.view(-1) if g.size==g.rows==1 else g.active(m)
+    if g.rows==1: alive = alive.view(-1)
+    return Units(name, g.shape, g.n, g.size, g.rows, n_true(alive), lambda: self.scores(name), alive)
 
 # %% ../nbs/06_sparsifier.ipynb #cb7691d7
 @patch
@@ -273,7 +270,7 @@ def check(self:Sparsifier,
     check = getattr(self.context, 'check', None)
     if check: check({k: self._units(k) for k in shares}, shares, self.min_keep, self.round_to)
 
-# %% ../nbs/06_sparsifier.ipynb #e367568d
+# %% ../nbs/06_sparsifier.ipynb #3e750f97
 @patch
 def update(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}` of the targets to look at, fractions in [0, 1]
@@ -285,27 +282,23 @@ def update(self:Sparsifier,
     if not falls and self.context is global_ and sum(kept[k]*u.size for k,u in units.items())>=sum(u.active*u.size for u in units.values()): return []
     new = {}
     for k,u in units.items():
-        n = max(kept[k], getattr(self.granularity, 'n', 0)) if isinstance(self.granularity, NM) else kept[k]
-        if n*u.rows==u.active or (n*u.rows>u.active and not falls): continue
-        new[k] = self._mask(k, u, n, getattr(kept, 'near', None))
-    if new:
-        self.set_masks(new)
-        self.updates += 1
-        for k in new:
-            if 'previous' in self.refs: self.refs['previous'][k].copy_(self.targets[k].param.detach())
+        n = max(kept[k], self.granularity.n) if isinstance(self.granularity, NM) else kept[k]
+        if n*u.rows!=u.active and (falls or n*u.rows<u.active): new[k] = self._mask(k, u, n, getattr(kept, 'masks', {}).get(k))
+    if not new: return []
+    self.set_masks(new)
+    self.updates += 1
+    for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
     return list(new)
 
-# %% ../nbs/06_sparsifier.ipynb #12a2eee0
+# %% ../nbs/06_sparsifier.ipynb #6b0cfcfa
 @patch
-def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, near)->Tensor:
-    "The mask of one layer with `n_keep` units in each group"
-    g,old = self.grans[name],self.masks[name]
-    dim = -1 if u.rows>1 else None
-    if n_keep*u.rows>u.active:
-        s = self.scores(name, bury=False)
-        return g.expand(grow(s, g.active(old).view(s.shape), n_keep, dim))
-    new = g.expand(topk_mask(u.scores, n_keep, dim, None if dim else near))
-    return new if g.size==1 else new & old
+def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, found:Tensor|None)->Tensor:
+    "The mask of one layer with `n_keep` units in each group; `found` if the context has picked them already"
+    g,dim = self.grans[name],-1 if u.rows>1 else None
+    grows = n_keep*u.rows>u.active
+    if found is None: found = grow(u.scores, u.alive, n_keep, dim) if grows else drop(u.scores, u.alive, n_keep, dim) if dim else topk_masks([u.scores], n_keep, [u.alive], clean=True)[0]
+    new = g.expand(found)
+    return new if g.size==1 or grows else new & self.masks[name]
 
 # %% ../nbs/06_sparsifier.ipynb #b89a5d9d
 @patch
