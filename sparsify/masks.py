@@ -143,7 +143,7 @@ def kth_largest(
     if scores[0].device.type=='cpu': return float(_kth_largest(_flat(scores), None if among is None else _flat(among), k, n))
     return torch.cat([s.flatten() if among is None else s[among[j]] for j,s in enumerate(scores)]).kthvalue(n-k+1).values.item()
 
-# %% ../nbs/00_masks.ipynb #c5cb3c9d
+# %% ../nbs/00_masks.ipynb #835d738e
 def _settle(
     masks:Sequence[Tensor], # Entries that count and whose score is `cut` or more; changed in place
     scores:Sequence[Tensor],
@@ -153,9 +153,10 @@ def _settle(
     "Drop `extra` of the entries that equal `cut`: those with the highest flat index, the last tensor first"
     for m,s in zip(reversed(masks), reversed(scores)):
         if not extra: return
-        ties = ((s==cut) & m).flatten().nonzero().flatten()[-extra:]
+        if s.device.type=='cpu': ties = torch.from_numpy(np.flatnonzero(np.equal(s.numpy(), cut) & m.numpy())[-extra:])
+        else: ties = ((s==cut) & m).flatten().nonzero().flatten()[-extra:]
         m.view(-1)[ties] = False
-        extra -= ties.numel()
+        extra -= len(ties)
 
 # %% ../nbs/00_masks.ipynb #434fe545
 def _at_least(s:Tensor, cut:float, among:Tensor|None)->Tensor:

@@ -239,14 +239,16 @@ def _generator(self:Sparsifier, name:str)->torch.Generator:
     state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name)]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state>>np.uint64(1)))
 
-# %% ../nbs/06_sparsifier.ipynb #c56eb1ba
+# %% ../nbs/06_sparsifier.ipynb #7ef6c2d3
 @patch
 def scores(self:Sparsifier,
     name:str, # Of a target
 )->Tensor: # (rows, units), or (units,) where all compete
     "What each unit of a layer is worth now, pruned or not; NaN is refused by name"
     t,g = self.targets[name],self.grans[name]
-    s = score(self.criteria, t.param, **{k: r[name] for k,r in self.refs.items()}, generator=self._generator(name))
+    given = {k: r[name] for k,r in self.refs.items()}
+    if 'generator' in getattr(self.criteria, 'needs', ()): given['generator'] = self._generator(name)
+    s = score(self.criteria, t.param, **given)
     if has_nan(s): raise ValueError(f"{name}: {int(s.isnan().sum())} of {s.numel()} scores are NaN, which have no rank. "
                                           f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into the criterion")
     u = g.reduce(s, self.reduce)
