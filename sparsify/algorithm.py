@@ -74,12 +74,13 @@ def bind(self:Algorithm,
     return Sparsifier(model, self.granularity or 'weight', context, self.criteria or large_final, nm,
                       sparsity=self.sparsity if _by_layer(self) else None, round_to=round_to, **kwargs)
 
-# %% ../nbs/07_algorithm.ipynb #98cb620f
+# %% ../nbs/07_algorithm.ipynb #005d345a
 def _check_update(update, steps:int)->None:
     "Refuse a cadence that would never be due in `steps`"
     every = update if isinstance(update, int) and not isinstance(update, bool) else update.freq if isinstance(update, Every) else None
     if every is not None and every>steps:
-        raise ValueError(f"an update every {every} steps, but the fit has {steps}: at most {steps}, or None, which fits the length of the run")
+        raise ValueError(f"an update every {every} steps, but the fit has {steps}: at most {steps}, or None, "
+                         "which fits the length of the run")
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
     if first>=steps: raise ValueError(f"the first update is due at step {first}, but the fit ends after {steps}")
 
@@ -142,7 +143,7 @@ def _gmp_due(a:GMP, clock:Clock)->bool:
     reached = a.curve.position(clock.batch, clock.batches)==1 and (clock.since<0 or a.curve.position(clock.since, clock.batches)!=1)
     return reached or (a.curve.stepped and a.curve.at(clock.batch, clock.batches)!=before)
 
-# %% ../nbs/07_algorithm.ipynb #343b7db8
+# %% ../nbs/07_algorithm.ipynb #c303756e
 @dataclass(frozen=True)
 class Static(Algorithm):
     "One mask for the whole run, made before the first step; `init='from_zeros'` holds a sparse network as it is"
@@ -155,7 +156,8 @@ class Static(Algorithm):
         if s is None or isinstance(s, (bool, dict)) or not isinstance(s, (int, float)) or not 0<=s<1 or (isinstance(s, int) and s!=0):
             raise ValueError(f"Static's sparsity is {s!r}: a float in [0, 1) is needed (the whole number 0 is taken for 0.0)"
                              + ("; or init='from_zeros' without any" if s is None else ''))
-        if self.schedule is not None or self.update is not None: raise ValueError("Static has one mask for the whole run: leave out schedule and update")
+        if self.schedule is not None or self.update is not None:
+            raise ValueError("Static has one mask for the whole run: leave out schedule and update")
 
     def begin(self, sp): return sp.init_masks(self.init, self.shares(sp, Clock(0, 1, 0, 1)))
     def shares(self, sp, clock): return dict.fromkeys(sp.targets, sp.sparsity if self.sparsity is None else float(self.sparsity))

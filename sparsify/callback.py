@@ -54,15 +54,15 @@ def opt_tensors(
             for p,s in zip(ps, ss):
                 if id(p) in place: yield place[id(p)],s.data
 
-# %% ../nbs/09_callback.ipynb #d4b77c45
+# %% ../nbs/09_callback.ipynb #455bb0f5
 class SparsityMetric(Metric):
     "Sparsity of the masks, over all sparsified weights of a `Learner`, as a column in the table of progress"
-    def __init__(self, learn:Learner): self.sparsifiers = lambda: [cb.sparsifier for cb in learn.cbs if isinstance(cb, SparsifyCallback) and cb.sparsifier]
+    def __init__(self, learn:Learner): self.cbs = lambda: [cb for cb in learn.cbs if isinstance(cb, SparsifyCallback) and cb.sparsifier]
     @property
     def name(self): return 'sparsity'
     @property
     def value(self):
-        masks = {id(m): m for sp in self.sparsifiers() for m in sp.masks.values()}.values()
+        masks = {id(m): m for cb in self.cbs() for m in cb.sparsifier.masks.values()}.values()
         n = sum(m.numel() for m in masks)
         return 1-sum(map(n_true, masks))/n if n else 0.
 
@@ -87,20 +87,21 @@ def _keep(self): "fastai deletes the attribute when a callback leaves: what it l
 
 Learner.sparsify = property(_get, _set, _keep, "The last `SparsifyCallback`, also after the fit it was given to")
 
-# %% ../nbs/09_callback.ipynb #46e4bb36
+# %% ../nbs/09_callback.ipynb #6f48cc31
 def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
     "Refuse what this version does not do"
-    for k,v,default in (('lth', lth, False), ('rewind_epoch', rewind_epoch, 0), ('reset_end', reset_end, False), ('save_tickets', save_tickets, False)):
+    for k,v in dict(lth=lth, rewind_epoch=rewind_epoch, reset_end=reset_end, save_tickets=save_tickets).items():
+        default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #d3c1c5ac
+# %% ../nbs/09_callback.ipynb #3e518709
 class SparsifyCallback(Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
     def __init__(self,
-        sparsity:float|dict|None=None, # Final target: a fraction in [0, 1], or a dict from layers (names, containers, patterns) to fractions
+        sparsity:float|dict|None=None, # Final target: a fraction in [0, 1], or a dict from names of layers to fractions (see `spread`)
         granularity='weight', # What lives or dies together: a name, a tuple of dimensions, `Blocks`, `Grouped`, `NM`
-        context=None, # How the target is shared: 'local', 'global', 'er', 'erk', a function; None is the algorithm's ('global'; 'local' where the target is by layer)
+        context=None, # How the target is shared: 'local', 'global', 'er', 'erk' or a function; None is the algorithm's (see below)
         criteria:Callable=large_final, # What a weight is worth: a function from a weight to scores
         schedule=None, # A `Schedule`, a fastai curve or a function of progress; None is the algorithm's (`GMP`: cubic, over the first 75 %)
         lth:bool=False, # Lottery ticket: not in this version
@@ -127,11 +128,12 @@ class SparsifyCallback(Callback):
         check_granularity(granularity); check_criterion(criteria)
         if frozen not in ('wait', 'skip'): raise ValueError(f"frozen is {frozen!r}: 'wait' or 'skip' is needed")
         if update is not None: as_update(update)
-        given = dict(sparsity=_as_target(sparsity), schedule=None if schedule is None else as_schedule(schedule), update=update, context=context,
-                     granularity=None if granularity=='weight' else granularity, criteria=None if criteria is large_final else criteria)
+        given = dict(sparsity=_as_target(sparsity), schedule=None if schedule is None else as_schedule(schedule),
+                     update=update, context=context, granularity=None if granularity=='weight' else granularity, criteria=None if criteria is large_final else criteria)
         self.algorithm = (algorithm or GMP()).fill_in(**given)
         _check_algorithm(self.algorithm, nm, round_to)
-        self.options = dict(nm=nm, round_to=round_to, layer_type=layer_type, exclude=exclude, within=model, min_keep=min_keep, reduce=reduce, seed=seed)
+        self.options = dict(nm=nm, round_to=round_to, layer_type=layer_type, exclude=exclude, within=model, min_keep=min_keep,
+                            reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
         self.hold,self.if_frozen = hold,frozen
         self._now = SimpleNamespace(mode='off', leaky=False, check=False)
@@ -167,26 +169,34 @@ def _check_algorithm(a:Algorithm, nm, round_to)->None:
     if nm and a.granularity not in (None, 'weight'):
         raise ValueError(f"nm={nm!r} and granularity={a.granularity!r} contradict each other: N:M prunes single weights")
 
-# %% ../nbs/09_callback.ipynb #1237cdc1
+# %% ../nbs/09_callback.ipynb #18fe14da
 @patch
 def before_fit(self:SparsifyCallback):
     "Note what kind of run begins; in training, add the column"
     if self.learn.lock.locked(): return
-    if sum(cb is self for cb in self.learn.cbs)>1: raise ValueError("this SparsifyCallback is there twice: in the Learner's cbs and in fit's. Give it once")
+    if sum(cb is self for cb in self.learn.cbs)>1:
+        raise ValueError("this SparsifyCallback is there twice: in the Learner's cbs and in fit's. Give it once")
     self._now.mode = 'off'
     if hasattr(self.learn, 'lr_finder'): self._now.mode = 'hold' if self.sparsifier else 'off'
-    elif not any(o is not self and o.sparsifier is self.sparsifier for o in _others(self) if self.sparsifier and isinstance(self.algorithm, Static)):
+    elif not _is_idle_holder(self):
         self._now.mode = 'new'
-        self.learn.metrics = [m for m in self.learn.metrics if not isinstance(m, SparsityMetric)]+[SparsityMetric(self.learn)]
+        _drop_column(self.learn)
+        self.learn.metrics = [*self.learn.metrics, SparsityMetric(self.learn)]
 
-# %% ../nbs/09_callback.ipynb #46632835
+# %% ../nbs/09_callback.ipynb #49bdde22
 def _others(cb:SparsifyCallback)->list: return [o for o in cb.learn.cbs if isinstance(o, SparsifyCallback) and o is not cb]
+
+def _is_idle_holder(cb:SparsifyCallback)->bool:
+    "Whether a callback only holds what another one in the learner, with the same sparsifier, looks after"
+    if not isinstance(cb.algorithm, Static) or cb.sparsifier is None: return False
+    return any(o.sparsifier is cb.sparsifier for o in _others(cb))
 
 def _drop_column(learn:Learner)->None:
     "Take the column of sparsity out again"
-    if any(isinstance(m, SparsityMetric) for m in learn.metrics): learn.metrics = [m for m in learn.metrics if not isinstance(m, SparsityMetric)]
+    left = [m for m in learn.metrics if not isinstance(m, SparsityMetric)]
+    if len(left)<len(learn.metrics): learn.metrics = left
 
-# %% ../nbs/09_callback.ipynb #6cad4d47
+# %% ../nbs/09_callback.ipynb #09fb54b0
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
@@ -200,7 +210,8 @@ def before_train(self:SparsifyCallback):
     self._refuse_overlap(sp)
     self.algorithm.check(sp, steps)
     self.sparsifier = sp
-    self._now.__dict__.update(mode='train', batches=batches, steps=steps, step=self.learn.epoch*n//per_step, since=-1, fresh=True, real=False, target=None, closed=False, told=False)
+    self._now.__dict__.update(mode='train', batches=batches, steps=steps, step=self.learn.epoch*n//per_step,
+                              since=-1, fresh=True, real=False, target=None, closed=False, told=False)
     if fresh:
         _take_over(sp, self.__dict__.pop('_before', None))
         if not sp.sparsity: self.algorithm.begin(sp)
@@ -255,7 +266,7 @@ def before_batch(self:SparsifyCallback):
     if a.due(sp, clock): self._clear(a.update_masks(sp, shares))
     now.since,now.fresh,now.target,now.closed = t,False,shares,clock.last
 
-# %% ../nbs/09_callback.ipynb #73a3a64e
+# %% ../nbs/09_callback.ipynb #e230d2ea
 @patch
 def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     "The shares that may be acted on now; a warning, once in a fit, if some may not"
@@ -263,7 +274,8 @@ def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     if not cold: return shares
     if not self._now.told:
         what = 'nothing is pruned meanwhile' if self.if_frozen=='wait' else 'they are left as they are'
-        warnings.warn(f"frozen: {', '.join(cold[:6])}{', ...' if len(cold)>6 else ''}; {what}. Call learn.unfreeze() to train and prune them, or exclude them", stacklevel=2)
+        warnings.warn(f"frozen: {', '.join(cold[:6])}{', ...' if len(cold)>6 else ''}; {what}. "
+                      "Call learn.unfreeze() to train and prune them, or exclude them", stacklevel=2)
         self._now.told = True
     return {} if self.if_frozen=='wait' else {k: s for k,s in shares.items() if k not in cold}
 
@@ -314,7 +326,7 @@ def after_step(self:SparsifyCallback):
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #0e7dc5c1
+# %% ../nbs/09_callback.ipynb #5fbea72d
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
@@ -326,7 +338,10 @@ def after_fit(self:SparsifyCallback):
     if not now.closed and now.target is not None:
         final = self.algorithm.shares(sp, Clock(now.batches-1, now.batches, now.steps-1, now.steps))
         if final!=now.target:
-            warnings.warn(f"training stopped after batch {now.since+1} of {now.batches}, at sparsity {sp.sparsity:.4f} of {_mean(sp, final):.4f}", stacklevel=2)
+            warnings.warn(f"training stopped after batch {now.since+1} of {now.batches}, "
+                          f"at sparsity {sp.sparsity:.4f} of {_mean(sp, final):.4f}", stacklevel=2)
+    elif now.closed and not sp.sparsity and _mean(sp, now.target)>0:
+        warnings.warn("nothing was pruned: every unit is larger than the sparsity asked allows. Choose a finer granularity", stacklevel=2)
     if self.hold and not any(o.sparsifier is sp for o in _others(self)):
         holder = SparsifyCallback(algorithm=Static(init='from_zeros'))
         holder.options,holder.sparsifier = self.options,sp

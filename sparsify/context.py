@@ -52,18 +52,20 @@ def local(
     "Each layer at its own sparsity"
     return Kept({k: n_kept(u.n, sparsity[k], min_keep, multiple) for k,u in units.items()})
 
-# %% ../nbs/04_context.ipynb #ccd97820
+# %% ../nbs/04_context.ipynb #85c39649
 def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple=None)->int:
     "How many weights a global ranking keeps in all, checked before anything is scored"
-    if len(set(sparsity.values()))>1: raise ValueError(f"context 'global' has one budget, but the layers were given {sorted(set(sparsity.values()))}: use context='local'")
-    if multiple is not None: raise ValueError("round_to needs context='local': rounding each layer of a global ranking would miss the total")
+    asked = sorted(set(sparsity.values()))
+    if len(asked)>1: raise ValueError(f"context 'global' has one budget, but the layers were given {asked}: use context='local'")
+    if multiple is not None:
+        raise ValueError("round_to needs context='local': rounding each layer of a global ranking would miss the total")
     grouped = [k for k,u in units.items() if u.rows>1]
     if grouped: raise ValueError(f"{grouped[0]} has balanced groups (N:M or Grouped), whose share is fixed: use context='local'")
     n,s = sum(u.weights for u in units.values()),next(iter(sparsity.values()))
     most = sum((u.n-min(u.n, min_keep))*u.size for u in units.values())
     if s<1 and n_pruned(n, s)>most:
-        raise ValueError(f"sparsity {s} prunes {n_pruned(n, s)} of {n} weights, but with min_keep={min_keep} in each of {len(units)} layers only {most} can go: "
-                         f"ask for {math.floor(most/n*1e4)/1e4:g} at most, or pass min_keep=0")
+        raise ValueError(f"sparsity {s} prunes {n_pruned(n, s)} of {n} weights, but with min_keep={min_keep} in each of "
+                         f"{len(units)} layers only {most} can go: ask for {math.floor(most/n*1e4)/1e4:g} at most, or pass min_keep=0")
     return n-n_pruned(n, s)
 
 # %% ../nbs/04_context.ipynb #94594a05
@@ -156,7 +158,7 @@ er.__doc__ = "Erdős–Rényi: density by the numbers of inputs and outputs alon
 # %% ../nbs/04_context.ipynb #18b57753
 _contexts = {'local': local, 'global': global_, 'er': er, 'erk': erk}
 
-# %% ../nbs/04_context.ipynb #a4c2f22a
+# %% ../nbs/04_context.ipynb #7c41da6b
 def as_context(
     context:str|Callable, # 'local', 'global', 'er', 'erk', or a function of the arguments of `local`
 )->Callable:
@@ -164,4 +166,5 @@ def as_context(
     f = _contexts.get(context) if isinstance(context, str) else context
     if callable(f): return f
     near = difflib.get_close_matches(str(context), _contexts, 1)
-    raise ValueError(f"context is {context!r}{f', did you mean {near[0]!r}?' if near else ''}: one of {', '.join(_contexts)} or a function is needed")
+    hint = f", did you mean {near[0]!r}?" if near else ''
+    raise ValueError(f"context is {context!r}{hint}: one of {', '.join(_contexts)} or a function is needed")

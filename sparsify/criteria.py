@@ -109,10 +109,11 @@ def updating_movmag(w:Tensor, *, previous:Tensor)->Tensor:
     "Keep what is large and has moved since the last update, |w·(w - w₋₁)|"
     return (w*(w-previous)).abs()
 
-# %% ../nbs/03_criteria.ipynb #16d04e01
+# %% ../nbs/03_criteria.ipynb #33f25bf0
 def check_criterion(criterion:Callable)->None:
     "Refuse what is not a function, or needs what cannot be given, before any model is known"
-    if not callable(criterion): raise TypeError(f"criteria is {criterion!r}: a function from a weight to scores is needed, such as large_final")
+    if not callable(criterion):
+        raise TypeError(f"criteria is {criterion!r}: a function from a weight to scores is needed, such as large_final")
     wanted = _wants(criterion)
     bad = [n for n in wanted if n not in _known]
     if bad: raise ValueError(f"{_name(criterion)} needs {bad[0]!r}, which cannot be given: {', '.join(_known)} can")
@@ -121,7 +122,7 @@ def check_criterion(criterion:Callable)->None:
 def _wants(criterion:Callable)->tuple: return (lambda n: (n,) if isinstance(n, str) else tuple(n))(getattr(criterion, 'needs', ()))
 def _name(criterion:Callable)->str: return getattr(criterion, '__name__', type(criterion).__name__)
 
-# %% ../nbs/03_criteria.ipynb #5c7f816f
+# %% ../nbs/03_criteria.ipynb #6a669fb6
 def score(
     criterion:Callable, # See above
     w:Tensor, # A weight of any floating type; it is not changed
@@ -132,7 +133,8 @@ def score(
     w32 = w if w.dtype in (torch.float32, torch.float64) else w.float()
     s = criterion(w32, **{n: given[n].to(w32) if isinstance(given[n], Tensor) else given[n] for n in _wants(criterion)})
     if not isinstance(s, Tensor): raise TypeError(f"{_name(criterion)} returned a {type(s).__name__}: a tensor of scores is needed")
-    if s.shape!=w.shape: raise ValueError(f"{_name(criterion)} returned scores of shape {tuple(s.shape)} for a weight of shape {tuple(w.shape)}")
+    if s.shape!=w.shape:
+        raise ValueError(f"{_name(criterion)} returned scores of shape {tuple(s.shape)} for a weight of shape {tuple(w.shape)}")
     s = s.detach()
     if s.dtype not in (torch.float32, torch.float64): s = s.float()
     return s.clone() if s.untyped_storage().data_ptr()==w32.untyped_storage().data_ptr() or any(

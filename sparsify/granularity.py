@@ -43,7 +43,7 @@ def _as_reduce(
     if not callable(f): raise ValueError(f"reduce is {how!r}: one of {', '.join(_reduce)} or a function (scores, dim) is needed")
     return f
 
-# %% ../nbs/02_granularity.ipynb #9bfa982f
+# %% ../nbs/02_granularity.ipynb #beadcdb5
 class Dims(Granularity):
     "Units that reduce the dimensions `dims` of a weight"
     def __init__(self,
@@ -53,7 +53,8 @@ class Dims(Granularity):
         self.shape,self.dims = tuple(shape),tuple(dims)
         bad = [d for d in self.dims if isinstance(d, bool) or not isinstance(d, int) or not 0<=d<len(self.shape)]
         if bad or len(set(self.dims))<len(self.dims):
-            raise ValueError(f"the dimensions {self.dims} do not fit a weight of shape {self.shape}: different numbers from 0 to {len(self.shape)-1} are needed")
+            raise ValueError(f"the dimensions {self.dims} do not fit a weight of shape {self.shape}: "
+                             f"different numbers from 0 to {len(self.shape)-1} are needed")
         self.size = math.prod(self.shape[d] for d in self.dims)
         self.unit_shape = tuple(1 if d in self.dims else s for d,s in enumerate(self.shape))
         self.n = math.prod(self.unit_shape)

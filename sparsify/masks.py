@@ -166,19 +166,21 @@ def _at_least(s:Tensor, cut:float, among:Tensor|None)->Tensor:
     if among is not None: m &= among.numpy()
     return torch.from_numpy(m)
 
-# %% ../nbs/00_masks.ipynb #a9ab8a5e
+# %% ../nbs/00_masks.ipynb #7aa02de2
 def has_nan(t:Tensor)->bool:
     "Whether a floating tensor holds a NaN, in one pass and without a copy"
     if not t.numel(): return False
-    return bool(np.isnan(np.max(t.detach().numpy())) if t.device.type=='cpu' and t.dtype in (torch.float32, torch.float64) else t.detach().amax().isnan())
+    if t.device.type=='cpu' and t.dtype in (torch.float32, torch.float64): return bool(np.isnan(np.max(t.detach().numpy())))
+    return bool(t.detach().amax().isnan())
 
-# %% ../nbs/00_masks.ipynb #443d5dc6
+# %% ../nbs/00_masks.ipynb #4d08f42f
 def _as_scores(scores:Tensor, grow=False)->Tensor:
     "Scores in float32 or float64; a NaN is refused, or for growth never chosen"
     s = scores.detach()
     if s.dtype not in (torch.float32, torch.float64): s = s.float()
     if has_nan(s):
-        if not grow: raise ValueError(f"{int(s.isnan().sum())} of {s.numel()} scores are NaN: they have no rank. Look for NaN in the weights or in the criterion")
+        if not grow: raise ValueError(f"{int(s.isnan().sum())} of {s.numel()} scores are NaN: they have no rank. "
+                                      "Look for NaN in the weights or in the criterion")
         s = s.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     return s.contiguous()
 
@@ -265,7 +267,7 @@ def grow(
     n = min(n_keep-n_true(mask), n_true(free))
     return mask | topk_masks([s], n, [free], clean=True)[0] if n>0 else mask.clone()
 
-# %% ../nbs/00_masks.ipynb #855bac07
+# %% ../nbs/00_masks.ipynb #207d9a1a
 def nm_mask(
     scores:Tensor, # Higher = keep
     n:int, # Entries kept of every `m`
@@ -274,7 +276,8 @@ def nm_mask(
 )->Tensor: # Bool mask in the shape of `scores`
     "Keep exactly the `n` best of every `m` consecutive entries along `dim`"
     if not 0<=n<=m or m<1: raise ValueError(f"{n}:{m} is no N:M pattern: 0 <= N <= M is needed")
-    if scores.shape[dim]%m: raise ValueError(f"dimension {dim} has {scores.shape[dim]} entries, which {m} does not divide: a group would cross a row")
+    if scores.shape[dim]%m:
+        raise ValueError(f"dimension {dim} has {scores.shape[dim]} entries, which {m} does not divide: a group would cross a row")
     s = scores.movedim(dim, -1)
     keep = topk_mask(s.reshape(-1, m), n, dim=-1)
     return keep.view(s.shape).movedim(-1, dim).contiguous()
@@ -324,7 +327,7 @@ def init_checkerboard(w:Tensor, sparsity:float, shaper=None, device=None)->Tenso
 # %% ../nbs/00_masks.ipynb #45733077
 _inits = {'random': init_random, 'topk': init_topk, 'from_zeros': init_from_zeros, 'checkerboard': init_checkerboard}
 
-# %% ../nbs/00_masks.ipynb #f93fc860
+# %% ../nbs/00_masks.ipynb #3bacdd5f
 def as_init(
     init:str|Callable, # 'random', 'topk', 'from_zeros', 'checkerboard', or a function `(w, sparsity, shaper=None, device=None)`
 )->Callable: # A function of the same arguments, whose result is checked
@@ -333,7 +336,8 @@ def as_init(
     if not callable(f): raise ValueError(f"init is {init!r}: one of {', '.join(_inits)} or a function is needed")
     def _checked(w, sparsity=None, shaper=None, device=None, **kwargs):
         m = f(w, sparsity, shaper=shaper, device=device, **kwargs)
-        if not isinstance(m, Tensor): raise TypeError(f"the first mask of {getattr(f, '__name__', f)} is a {type(m).__name__}: a bool tensor is needed")
+        if not isinstance(m, Tensor):
+            raise TypeError(f"the first mask of {getattr(f, '__name__', f)} is a {type(m).__name__}: a bool tensor is needed")
         if m.shape!=w.shape: raise ValueError(f"the first mask's shape {tuple(m.shape)} is not the weight's {tuple(w.shape)}")
         return m.bool()
     _checked.wants_generator = f is init_random

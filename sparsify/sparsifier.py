@@ -31,10 +31,11 @@ def _graphs(model:nn.Module)->Iterator[torch.fx.GraphModule]:
     except Exception:      # a model may fail to trace in any way it likes: its parts are tried instead
         for m in model.children(): yield from _graphs(m)
 
-# %% ../nbs/06_sparsifier.ipynb #744831c5
+# %% ../nbs/06_sparsifier.ipynb #12b8dec9
 def _source(node, g:torch.fx.GraphModule):
     "The node whose values arrive at `node`, through layers that change none of them"
-    while node.op=='call_module' and isinstance(g.get_submodule(node.target), (nn.Identity, nn.modules.dropout._DropoutNd)): node = node.args[0]
+    same = (nn.Identity, nn.modules.dropout._DropoutNd)
+    while node.op=='call_module' and isinstance(g.get_submodule(node.target), same): node = node.args[0]
     return node
 
 # %% ../nbs/06_sparsifier.ipynb #4c258050
@@ -79,7 +80,7 @@ def _masks(targets, masks):
     for k,v in masks.items(): m[k] = v
     return m
 
-# %% ../nbs/06_sparsifier.ipynb #6e1da2d5
+# %% ../nbs/06_sparsifier.ipynb #ddb626ac
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -120,23 +121,28 @@ class Sparsifier:
         return 1-sum(map(n_true, self.masks.values()))/sum(m.numel() for m in self.masks.values())
 
     def __len__(self): return len(self.targets)
-    def __repr__(self): return f"Sparsifier({len(self)} parameters, {sum(t.param.numel() for t in self.targets.values())} weights, sparsity {self.sparsity:.4f})"
+    def __repr__(self):
+        n = sum(m.numel() for m in self.masks.values())
+        return f"Sparsifier({len(self)} parameters, {n} weights, sparsity {self.sparsity:.4f})"
 
-# %% ../nbs/06_sparsifier.ipynb #4daa849c
+# %% ../nbs/06_sparsifier.ipynb #f7844280
 def _nm(granularity, nm):
     "The granularity, with `nm` read"
     if nm is False or nm is None: return granularity
-    if granularity!='weight': raise ValueError(f"nm={nm!r} and granularity={granularity!r} contradict each other: N:M prunes single weights")
+    if granularity!='weight':
+        raise ValueError(f"nm={nm!r} and granularity={granularity!r} contradict each other: N:M prunes single weights")
     if nm is True: return NM(2, 4)
     if isinstance(nm, NM): return nm
     raise TypeError(f"nm is {nm!r}: True (2:4), False or NM(n, m) is needed")
 
-# %% ../nbs/06_sparsifier.ipynb #4785aea7
+# %% ../nbs/06_sparsifier.ipynb #bdf9c8a7
 def _min_keep(min_keep, granularity, context)->int:
     "How many units each layer keeps, 0 where whole layers are the units"
-    if isinstance(min_keep, bool) or not isinstance(min_keep, int) or min_keep<0: raise ValueError(f"min_keep is {min_keep!r}: a whole number of units, 0 or more, is needed")
+    if isinstance(min_keep, bool) or not isinstance(min_keep, int) or min_keep<0:
+        raise ValueError(f"min_keep is {min_keep!r}: a whole number of units, 0 or more, is needed")
     if granularity!='layer': return min_keep
-    if context is not global_: raise ValueError("granularity 'layer' ranks whole layers against each other: it needs context='global'")
+    if context is not global_:
+        raise ValueError("granularity 'layer' ranks whole layers against each other: it needs context='global'")
     return 0
 
 # %% ../nbs/06_sparsifier.ipynb #3bff86f2
@@ -162,7 +168,7 @@ def _is_output(g:Granularity, m:nn.Module)->bool:
     if not isinstance(g, Dims) or not isinstance(m, (_ConvNd, nn.Linear)): return False
     return set(g.dims)==set(range(len(g.shape)))-{int(isinstance(m, _ConvTransposeNd))}
 
-# %% ../nbs/06_sparsifier.ipynb #e01a3993
+# %% ../nbs/06_sparsifier.ipynb #8f481981
 def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
     "Biases, and weights and biases of BatchNorms, that go with whole outputs: `{name: (where, the target they follow)}`"
     outs = {k: t for k,t in sp.targets.items() if _is_output(sp.grans[k], t.module)}
@@ -170,23 +176,27 @@ def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
     after,seen = norms_after(sp.model)
     names = {id(m): clean_name(n) for n,m in sp.model.named_modules()}
     lost = [t.layer for t in outs.values() if id(t.module) not in seen]
-    if lost: warnings.warn(f"the graph around {', '.join(lost)} cannot be traced: a BatchNorm that follows is left as it is, and lets a pruned filter be heard", stacklevel=4)
+    if lost:
+        warnings.warn(f"the graph around {', '.join(lost)} cannot be traced: a BatchNorm that follows is left as it is, "
+                      "and lets a pruned filter be heard", stacklevel=4)
     found = {}
     for k,t in outs.items():
         for m in [t.module, *after.get(id(t.module), [])]:
             for a in (('bias',) if m is t.module else ('weight', 'bias')):
-                if m._parameters.get(a) is not None: found[f'{names[id(m)]}.{a}'.lstrip('.')] = (Target(f'{names[id(m)]}.{a}'.lstrip('.'), m, a), k)
+                name = f'{names[id(m)]}.{a}'.lstrip('.')
+                if m._parameters.get(a) is not None: found[name] = (Target(name, m, a), k)
     return found
 
-# %% ../nbs/06_sparsifier.ipynb #7fbc26ef
+# %% ../nbs/06_sparsifier.ipynb #5fe81c29
 @patch
 def report(self:Sparsifier):
-    "A DataFrame of the layers: weights, those pruned by the mask, those that are zero, sparsity; units too where they are not single weights; and the total"
+    "A DataFrame of the layers and their total: weights, those pruned by the mask, those that are zero, and units if larger"
     import pandas as pd
     rows = []
     for k,t in self.targets.items():
         g,m,n = self.grans[k],self.masks[k],t.param.numel()
-        row = dict(layer=t.name, type=type(t.module).__name__, shape='×'.join(map(str, t.param.shape)), weights=n, pruned=n-n_true(m), zeros=n-int(torch.count_nonzero(t.param.detach())))
+        row = dict(layer=t.name, type=type(t.module).__name__, shape='×'.join(map(str, t.param.shape)),
+                   weights=n, pruned=n-n_true(m), zeros=n-int(torch.count_nonzero(t.param.detach())))
         if g.size>1: row |= dict(units=g.n*g.rows, units_pruned=g.n*g.rows-n_true(g.active(m)))
         rows.append(row)
     df = pd.DataFrame(rows)
@@ -272,7 +282,7 @@ def check(self:Sparsifier,
     check = getattr(self.context, 'check', None)
     if check: check({k: self._units(k) for k in shares}, shares, self.min_keep, self.round_to)
 
-# %% ../nbs/06_sparsifier.ipynb #3e750f97
+# %% ../nbs/06_sparsifier.ipynb #ef060816
 @patch
 def update(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}` of the targets to look at, fractions in [0, 1]
@@ -281,7 +291,7 @@ def update(self:Sparsifier,
     "Move the masks to the sparsity asked: only layers whose number of units changes are scored and changed"
     units = {k: self._units(k) for k in shares}
     kept = self.context(units, shares, self.min_keep, self.round_to)
-    if not falls and self.context is global_ and sum(kept[k]*u.size for k,u in units.items())>=sum(u.active*u.size for u in units.values()): return []
+    if not falls and self.context is global_ and sum((kept[k]-u.active)*u.size for k,u in units.items())>=0: return []
     new = {}
     for k,u in units.items():
         n = max(kept[k], self.granularity.n) if isinstance(self.granularity, NM) else kept[k]
@@ -292,17 +302,19 @@ def update(self:Sparsifier,
     for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
     return list(new)
 
-# %% ../nbs/06_sparsifier.ipynb #6b0cfcfa
+# %% ../nbs/06_sparsifier.ipynb #c4b144cb
 @patch
 def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, found:Tensor|None)->Tensor:
     "The mask of one layer with `n_keep` units in each group; `found` if the context has picked them already"
     g,dim = self.grans[name],-1 if u.rows>1 else None
     grows = n_keep*u.rows>u.active
-    if found is None: found = grow(u.scores, u.alive, n_keep, dim) if grows else drop(u.scores, u.alive, n_keep, dim) if dim else topk_masks([u.scores], n_keep, [u.alive], clean=True)[0]
+    if found is None and grows: found = grow(u.scores, u.alive, n_keep, dim)
+    elif found is None and dim: found = drop(u.scores, u.alive, n_keep, dim)
+    elif found is None: found = topk_masks([u.scores], n_keep, [u.alive], clean=True)[0]
     new = g.expand(found)
     return new if g.size==1 or grows else new & self.masks[name]
 
-# %% ../nbs/06_sparsifier.ipynb #b89a5d9d
+# %% ../nbs/06_sparsifier.ipynb #eafff6fa
 @patch
 def shares_of(self:Sparsifier,
     sparsity:float|dict, # One number for all targets, or a dict from names (see `spread`) to numbers
@@ -313,7 +325,8 @@ def shares_of(self:Sparsifier,
     if not isinstance(sparsity, dict): return dict.fromkeys(self.targets, as_fraction(sparsity))
     _,shares,_ = spread(sparsity, self.model, self.layer_type, self.exclude, self.within)
     other = [k for k in shares if k not in self.targets]
-    if other: raise ValueError(f"{other[0]!r} is no target of this sparsifier ({', '.join(list(self.targets)[:8])}): choose it with layer_type when the sparsifier is made")
+    if other: raise ValueError(f"{other[0]!r} is no target of this sparsifier ({', '.join(list(self.targets)[:8])}): "
+                               "choose it with layer_type when the sparsifier is made")
     return shares
 
 # %% ../nbs/06_sparsifier.ipynb #a029eedf
@@ -347,11 +360,12 @@ def sparsify_layer(self:Sparsifier,
     try: return self.sparsify_model({k: sparsity for k in names}, round_to) if sparsity else self
     finally: self.context = old
 
-# %% ../nbs/06_sparsifier.ipynb #346d067b
+# %% ../nbs/06_sparsifier.ipynb #bb961bb3
 def _warn_nm(nm:NM, sparsity)->None:
     "Say so when N:M and the sparsity asked contradict each other"
     values = set(sparsity.values()) if isinstance(sparsity, dict) else {sparsity}
-    if values-{nm.sparsity, None}: warnings.warn(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}", stacklevel=4)
+    if values-{nm.sparsity, None}:
+        warnings.warn(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}", stacklevel=4)
 
 # %% ../nbs/06_sparsifier.ipynb #2f952221
 @patch
@@ -412,14 +426,15 @@ def tell_targets(self:Sparsifier, shares:dict[str,float])->None:
         name = os.path.commonprefix([k for k,v in shares.items() if v==s])+'*'
         for hook in list(self._hooks['target'].values()): hook(self, name, s)
 
-# %% ../nbs/06_sparsifier.ipynb #1fc949f5
+# %% ../nbs/06_sparsifier.ipynb #aff6768f
 @patch
 def state_dict(self:Sparsifier)->dict:
     "Masks (one bit a weight), what criterion and algorithm remember, and the number of updates: tensors, numbers and strings only"
-    return dict(version=1, seed=self.seed, updates=self.updates, memory=dict(self.memory), refs={k: {n: r.clone() for n,r in v.items()} for k,v in self.refs.items()},
+    return dict(version=1, seed=self.seed, updates=self.updates, memory=dict(self.memory),
+                refs={k: {n: r.clone() for n,r in v.items()} for k,v in self.refs.items()},
                 masks={k: dict(bits=pack_bits(m), shape=list(m.shape)) for k,m in self.masks.items()})
 
-# %% ../nbs/06_sparsifier.ipynb #631ca35e
+# %% ../nbs/06_sparsifier.ipynb #b1aa8d60
 @patch
 def load_state_dict(self:Sparsifier,
     state:dict, # From `state_dict`
@@ -430,8 +445,11 @@ def load_state_dict(self:Sparsifier,
     odd = sorted(set(masks)^set(self.targets))
     if odd: raise ValueError(f"the state is of other parameters: {', '.join(odd[:6])} {'are' if len(odd)>1 else 'is'} on one side only")
     for k,m in masks.items():
-        if m.shape!=self.targets[k].param.shape: raise ValueError(f"the state's mask of {k!r} has shape {tuple(m.shape)}, the weight {tuple(self.targets[k].param.shape)}")
-    if set(state['refs'])!=set(self.refs): raise ValueError(f"the state was made with a criterion that remembers {sorted(state['refs']) or 'nothing'}, this one remembers {sorted(self.refs) or 'nothing'}")
+        shape = self.targets[k].param.shape
+        if m.shape!=shape: raise ValueError(f"the state's mask of {k!r} has shape {tuple(m.shape)}, the weight {tuple(shape)}")
+    if set(state['refs'])!=set(self.refs):
+        raise ValueError(f"the state was made with a criterion that remembers {sorted(state['refs']) or 'nothing'}, "
+                         f"this one remembers {sorted(self.refs) or 'nothing'}")
     self.seed,self.updates,self.memory = state['seed'],state['updates'],dict(state['memory'])
     for k,v in state['refs'].items():
         for n,r in v.items(): self.refs[k][n].copy_(r)

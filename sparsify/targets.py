@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.nn.parameter import Parameter, UninitializedParameter, is_lazy
 
-# %% ../nbs/05_targets.ipynb #8c9706a1
+# %% ../nbs/05_targets.ipynb #09025573
 def as_fraction(
     x:float, # A fraction in [0, 1]; above 1 and up to 100 it is read as a percentage
     name:str='sparsity', # What it is the sparsity of, for messages
@@ -27,7 +27,8 @@ def as_fraction(
         raise TypeError(f"{name} is {x!r}: a number is needed, a fraction in [0, 1] such as 0.9")
     if not 0<=x<=100: raise ValueError(f"{name} is {x}: a fraction in [0, 1] is needed, such as 0.9 for 90 %")
     if x<=1: return float(x)
-    warnings.warn(f"{name} is {x}: it is read as {x} %, that is {x/100:g}. Write {x/100:g}; percentages will be refused", FutureWarning, stacklevel=3)
+    warnings.warn(f"{name} is {x}: it is read as {x} %, that is {x/100:g}. Write {x/100:g}; percentages will be refused",
+                  FutureWarning, stacklevel=3)
     return x/100
 
 # %% ../nbs/05_targets.ipynb #363c8470
@@ -58,12 +59,12 @@ class Target:
     @property
     def layer(self)->str: return self.name.rpartition('.')[0]
 
-# %% ../nbs/05_targets.ipynb #4ec2f7bd
+# %% ../nbs/05_targets.ipynb #bfb20b5d
 def default_filter(
     name:str, # Of a parameter
     param:Parameter,
 )->bool:
-    "Whether a parameter is sparsified when nothing more is said: two dimensions or more, and no embedding, norm, `lm_head` or `pe_helper` in its name"
+    "Whether a parameter has two dimensions or more, and no embedding, norm, `lm_head` or `pe_helper` in its name"
     return (is_lazy(param) or param.ndim>1) and not any(o in name.lower() for o in ('embedding', 'norm', 'lm_head', 'pe_helper'))
 
 # %% ../nbs/05_targets.ipynb #38f167f5
@@ -79,15 +80,17 @@ def _all_params(model:nn.Module)->dict[str,Target]:
             else: by_id[id(p)],found[name] = name,Target(name, m, attr)
     return found
 
-# %% ../nbs/05_targets.ipynb #1a1c4245
+# %% ../nbs/05_targets.ipynb #e5afd233
 def _refusal(t:Target)->str|None:
     "Why a parameter cannot be made sparse, or None"
     p = t.param
     if isinstance(p, UninitializedParameter) or is_lazy(p): return "it has no shape yet: run a batch through the model first"
     if 'parametrizations' in t.name.split('.'): return "its weight is computed from it by a parametrization: remove_parametrizations first"
-    if t.attr.endswith('_orig') and hasattr(t.module, t.attr[:-5]+'_mask'): return "it is pruned by torch.nn.utils.prune: prune.remove it first"
-    if t.attr.endswith(('_v', '_g')) and hasattr(t.module, t.attr[:-2]+'_g') and hasattr(t.module, t.attr[:-2]+'_v'): return "its weight is computed by weight_norm: remove_weight_norm first"
-    if t.attr.endswith('_orig'): return "its weight is computed by spectral_norm: remove_spectral_norm first"
+    stem,_,kind = t.attr.rpartition('_')
+    if kind=='orig' and hasattr(t.module, stem+'_mask'): return "it is pruned by torch.nn.utils.prune: prune.remove it first"
+    if kind in ('v', 'g') and hasattr(t.module, stem+'_g') and hasattr(t.module, stem+'_v'):
+        return "its weight is computed by weight_norm: remove_weight_norm first"
+    if kind=='orig': return "its weight is computed by spectral_norm: remove_spectral_norm first"
     if not p.is_floating_point(): return f"its type is {p.dtype}: floating-point weights can be sparse"
     if p.numel()==0: return "it is empty"
 
@@ -101,7 +104,7 @@ def _of_layer(by_id:dict[int,str], m:nn.Module)->list[str]:
     "The matrices that a layer itself holds: `weight`, or those of an LSTM or of attention; a shared one under its first name"
     return [by_id[id(p)] for p in m._parameters.values() if p is not None and (is_lazy(p) or p.ndim>1) and id(p) in by_id]
 
-# %% ../nbs/05_targets.ipynb #725d99f4
+# %% ../nbs/05_targets.ipynb #0bb67a17
 def _match_name(
     key:str, # An exact name of a parameter or layer, a container, a glob or `re:`
     params:dict[str,Target],
@@ -117,14 +120,15 @@ def _match_name(
         except re.error as e: raise ValueError(f"{key!r} is not a regular expression: {e}") from None
         return (0, len(key)),[n for n,t in params.items() if among(t) and (rx.match(n) or rx.match(t.layer))]
     if any(c in key for c in '*?['):
-        return (0, len(key)),[n for n,t in params.items() if among(t) and (fnmatch.fnmatchcase(n, key) or fnmatch.fnmatchcase(t.layer, key))]
+        glob = fnmatch.fnmatchcase
+        return (0, len(key)),[n for n,t in params.items() if among(t) and (glob(n, key) or glob(t.layer, key))]
     m = layers.get(key)
     if m is None: return (0, 0),[]
     own = _of_layer(by_id, m)
     if own and not any(True for _ in m.children()): return (2, len(key)),own
     return (1, len(key)),own+[n for n,t in params.items() if n not in own and n.startswith(key+'.') and among(t)]
 
-# %% ../nbs/05_targets.ipynb #6967abfc
+# %% ../nbs/05_targets.ipynb #7612d9e6
 def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn.Module], types=())->str:
     "What to say of a name that matches no parameter that can be chosen"
     if isinstance(key, str) and key in layers:
@@ -135,10 +139,11 @@ def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn
                     f"{', '.join(f'{k} ({v!r})' for k,v in kinds.items())}: name the layer itself, or pass its type as layer_type")
     names = [t.layer for t in params.values() if t.param.ndim>1]
     near = difflib.get_close_matches(str(key), list(layers)+list(params), 3)
-    return (f"{key!r} matches no weight of this {type(model).__name__}. " + (f"Near names: {', '.join(map(repr, near))}. " if near else '') +
+    hint = f"Near names: {', '.join(map(repr, near))}. " if near else ''
+    return (f"{key!r} matches no weight of this {type(model).__name__}. {hint}"
             f"Layers with weights: {', '.join(dict.fromkeys(names[:12]))}{', ...' if len(set(names))>12 else ''}")
 
-# %% ../nbs/05_targets.ipynb #a0ba1ac6
+# %% ../nbs/05_targets.ipynb #230c3b02
 def _split(which)->tuple[tuple,list]:
     "Layer types, and the other ways to choose"
     items = list(which) if isinstance(which, (tuple, list, set)) else [which]
@@ -146,11 +151,12 @@ def _split(which)->tuple[tuple,list]:
     rest = [o for o in items if o not in types]
     for o in rest:
         if isinstance(o, type) or not (isinstance(o, str) or callable(o)):
-            raise TypeError(f"layer_type holds {o!r}: a layer type such as nn.Conv2d, a name, or a function (name, parameter) → bool is needed")
+            raise TypeError(f"layer_type holds {o!r}: a layer type such as nn.Conv2d, a name, "
+                            "or a function (name, parameter) → bool is needed")
     if not items: raise ValueError("layer_type is empty: at least one layer type, name or function is needed")
     return types,rest
 
-# %% ../nbs/05_targets.ipynb #1df0fec9
+# %% ../nbs/05_targets.ipynb #40601ed7
 class _Resolver:
     "All that is looked at while targets are found in one model"
     def __init__(self, model:nn.Module, within:nn.Module|None=None):
@@ -160,7 +166,8 @@ class _Resolver:
         if within is not None:
             inside = {id(m) for m in unwrap(within).modules()}
             if not inside<={id(m) for m in self.layers.values()}:
-                raise ValueError(f"model is a {type(within).__name__} that is no part of the learner's model: pass a submodule of learn.model")
+                raise ValueError(f"model is a {type(within).__name__} that is no part of the learner's model: "
+                                 "pass a submodule of learn.model")
             self.params = {n: t for n,t in self.params.items() if id(t.module) in inside}
         self.by_id = {id(t.param): n for n,t in self.params.items()}
 
@@ -170,7 +177,9 @@ class _Resolver:
     def by(self, spec, types=(), loose=False)->tuple[tuple,list[str]]:
         "How exact, and the names, for one name or function; a container or pattern is limited to `types` if there are any"
         if isinstance(spec, str):
-            among = (lambda t: True) if loose else (lambda t: (isinstance(t.module, types) if types else default_filter(t.name, t.param)) and (is_lazy(t.param) or t.param.ndim>1))
+            def among(t):
+                fits = isinstance(t.module, types) if types else default_filter(t.name, t.param)
+                return loose or (fits and (is_lazy(t.param) or t.param.ndim>1))
             return _match_name(spec, self.params, self.layers, self.by_id, among)
         return (0, 0),[n for n,t in self.params.items() if spec(n, t.param)]
 
@@ -208,15 +217,17 @@ def _left_out(r:_Resolver, exclude)->set[str]:
         out |= set(found)
     return out
 
-# %% ../nbs/05_targets.ipynb #2a548351
+# %% ../nbs/05_targets.ipynb #7e386285
 def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple)->tuple[dict,dict]:
     "Take out, or refuse if it was named, what cannot be sparse; say what is left, or that nothing is"
     skipped = {n: why for n,t in targets.items() if (why := _refusal(t))}
     for n,t in targets.items():
         twin = [a for a in t.also+(n,) if isinstance(r.layers.get(a.rpartition('.')[0]), nn.Embedding)]
-        if twin and not t.named and not any(issubclass(nn.Embedding, o) for o in types): skipped[n] = f"it is the embedding {twin[0]!r} too: name it to prune both"
+        if twin and not t.named and not any(issubclass(nn.Embedding, o) for o in types):
+            skipped[n] = f"it is the embedding {twin[0]!r} too: name it to prune both"
     for ln,m in r.layers.items():
-        if types and isinstance(m, types) and _computed(m): skipped[f'{ln}.weight'] = "its weight is computed (weight_norm, spectral_norm, a parametrization or torch's pruning): remove that first"
+        if types and isinstance(m, types) and _computed(m):
+            skipped[f'{ln}.weight'] = "its weight is computed (weight_norm, spectral_norm, a parametrization, torch's pruning): remove that first"
     named = [n for n in skipped if n in targets and targets[n].named]
     if named: raise ValueError(f"{named[0]!r} cannot be made sparse: {skipped[named[0]]}")
     targets = {n: t for n,t in targets.items() if n not in skipped}
@@ -225,8 +236,9 @@ def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple)->tuple[dict,
     has = {}
     for t in r.params.values():
         if t.param.ndim>1: has.setdefault(type(t.module).__name__, []).append(t.layer)
-    raise ValueError(f"no {' or '.join(o.__name__ for o in types) or 'such'} layer here, so nothing would be pruned. This {type(r.model).__name__} has " +
-                     (', '.join(f"{k} ({', '.join(map(repr, v[:3]))}{', ...' if len(v)>3 else ''})" for k,v in has.items()) or 'no weights of two dimensions') +
+    there = ', '.join(f"{k} ({', '.join(map(repr, v[:3]))}{', ...' if len(v)>3 else ''})" for k,v in has.items())
+    raise ValueError(f"no {' or '.join(o.__name__ for o in types) or 'such'} layer here, so nothing would be pruned. "
+                     f"This {type(r.model).__name__} has {there or 'no weights of two dimensions'}" +
                      (f": pass layer_type=nn.{next(iter(has))}" if has and hasattr(nn, next(iter(has))) else ''))
 
 # %% ../nbs/05_targets.ipynb #2c31f0fa
