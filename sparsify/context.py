@@ -140,15 +140,16 @@ def _whole(real:dict[str,float], most:dict[str,int], least:int)->dict[str,int]:
             if missing and min(least, most[o])<=k[o]+step<=most[o]: k[o],missing = k[o]+step,missing-step
     return k
 
-# %% ../nbs/04_context.ipynb #2f46628f
+# %% ../nbs/04_context.ipynb #3e9c1a3b
 def erk(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple:int|None=None, kernel:bool=True)->Kept:
     "Erdős–Rényi kernel: density by shape, the total exact for single weights (arguments as in `local`)"
     if len(set(sparsity.values()))>1: raise ValueError("er and erk share one sparsity: use context='local' for a sparsity of each layer")
+    if multiple is not None: raise ValueError("round_to needs context='local': rounding each layer would miss the total")
     s = next(iter(sparsity.values()))
     if s<1: _total_keep({k: Units(k, u.shape, u.rows*u.n, u.size, 1, u.active, u.score) for k,u in units.items()}, sparsity, min_keep)
     d = er_densities({k: u.shape for k,u in units.items()}, s, kernel)
-    if any(u.size*u.rows>1 for u in units.values()) or multiple is not None or s==1:
-        return Kept({k: n_kept(u.n, max(0., 1-d[k]), min_keep if s<1 else 0, multiple) for k,u in units.items()})
+    if any(u.size*u.rows>1 for u in units.values()) or s==1:
+        return Kept({k: n_kept(u.n, max(0., 1-d[k]), min_keep if s<1 else 0) for k,u in units.items()})
     return Kept(_whole({k: d[k]*u.n for k,u in units.items()}, {k: u.n for k,u in units.items()}, min_keep))
 
 # %% ../nbs/04_context.ipynb #916e25a4

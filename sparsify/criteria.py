@@ -91,22 +91,22 @@ def movmag(w:Tensor, *, init:Tensor)->Tensor:
     "Keep what is large and has moved, |w·(w - w₀)|"
     return (w*(w-init)).abs()
 
-# %% ../nbs/03_criteria.ipynb #ebbfe12a
+# %% ../nbs/03_criteria.ipynb #c4384579
 @needs('previous')
 def updating_magnitude_increase(w:Tensor, *, previous:Tensor)->Tensor:
-    "Keep what has grown since the last update, |w| - |w₋₁|"
+    "Keep what has grown since the layer's last update, |w| - |w₋₁|"
     return w.abs()-previous.abs()
 
-# %% ../nbs/03_criteria.ipynb #351283a6
+# %% ../nbs/03_criteria.ipynb #8cc77979
 @needs('previous')
 def updating_movement(w:Tensor, *, previous:Tensor)->Tensor:
-    "Keep what has moved since the last update, |w - w₋₁|"
+    "Keep what has moved since the layer's last update, |w - w₋₁|"
     return (w-previous).abs()
 
-# %% ../nbs/03_criteria.ipynb #a6b1e5bb
+# %% ../nbs/03_criteria.ipynb #8a3c5082
 @needs('previous')
 def updating_movmag(w:Tensor, *, previous:Tensor)->Tensor:
-    "Keep what is large and has moved since the last update, |w·(w - w₋₁)|"
+    "Keep what is large and has moved since the layer's last update, |w·(w - w₋₁)|"
     return (w*(w-previous)).abs()
 
 # %% ../nbs/03_criteria.ipynb #33f25bf0
@@ -122,17 +122,19 @@ def check_criterion(criterion:Callable)->None:
 def _wants(criterion:Callable)->tuple: return (lambda n: (n,) if isinstance(n, str) else tuple(n))(getattr(criterion, 'needs', ()))
 def _name(criterion:Callable)->str: return getattr(criterion, '__name__', type(criterion).__name__)
 
-# %% ../nbs/03_criteria.ipynb #6a669fb6
+# %% ../nbs/03_criteria.ipynb #0983926e
 def score(
     criterion:Callable, # See above
     w:Tensor, # A weight of any floating type; it is not changed
     **given:Tensor, # What can be given: `init`, `previous`, `generator`
 )->Tensor: # float32 (float64 stays), of the shape of `w`, sharing no memory with it
     "The scores of `w`, checked"
-    w = w.detach()
+    w,version = w.detach(),w._version
     w32 = w if w.dtype in (torch.float32, torch.float64) else w.float()
     s = criterion(w32, **{n: given[n].to(w32) if isinstance(given[n], Tensor) else given[n] for n in _wants(criterion)})
-    if not isinstance(s, Tensor): raise TypeError(f"{_name(criterion)} returned a {type(s).__name__}: a tensor of scores is needed")
+    if not isinstance(s, Tensor) or s.is_complex():
+        raise TypeError(f"{_name(criterion)} returned a {s.dtype if isinstance(s, Tensor) else type(s).__name__}: a tensor of real scores is needed")
+    if w._version!=version: raise ValueError(f"{_name(criterion)} changes the weight in place: it has to return new scores")
     if s.shape!=w.shape:
         raise ValueError(f"{_name(criterion)} returned scores of shape {tuple(s.shape)} for a weight of shape {tuple(w.shape)}")
     s = s.detach()

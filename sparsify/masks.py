@@ -7,20 +7,22 @@ __all__ = ['n_pruned', 'n_kept', 'n_true', 'zero_', 'kth_largest', 'has_nan', 't
            'nm_mask', 'init_random', 'init_topk', 'init_from_zeros', 'init_checkerboard', 'as_init', 'pack_bits',
            'unpack_bits']
 
-# %% ../nbs/00_masks.ipynb #3bba5aec
+# %% ../nbs/00_masks.ipynb #6ea5bd2e
 import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-# %% ../nbs/00_masks.ipynb #fc0ae42b
+# %% ../nbs/00_masks.ipynb #f4f1ba0a
 def n_pruned(
     n:int, # Number of units, 0 or more
     sparsity:float, # Fraction of them to prune, in [0, 1]
 )->int: # `round(sparsity*n)` in Python numbers: the nearest count, an exact half to the even one
     "How many of `n` units are pruned at `sparsity`: the only place where a fraction becomes a count"
+    if isinstance(sparsity, (bool, str)): raise TypeError(f"sparsity is {sparsity!r}: a number is needed, a fraction in [0, 1]")
     n,s = operator.index(n),float(sparsity)
     if n<0: raise ValueError(f"n is {n}: a number of units is 0 or more")
     if not 0<=s<=1: raise ValueError(f"sparsity is {sparsity}: a fraction in [0, 1] is needed (0.9 prunes 90 %)")
@@ -50,7 +52,7 @@ def n_true(mask:Tensor)->int:
 # %% ../nbs/00_masks.ipynb #5d4a94dc
 _ints,_piece,_chunk = {2: torch.int16, 4: torch.int32, 8: torch.int64},1<<16,1<<19
 
-# %% ../nbs/00_masks.ipynb #744dc456
+# %% ../nbs/00_masks.ipynb #7338d527
 def zero_(
     t:Tensor, # Any floating tensor: a weight, a gradient, an optimizer's average. Changed in place
     mask:Tensor, # Bool, of the shape of `t`: `False` is where `t` becomes +0.0
@@ -67,6 +69,7 @@ def zero_(
         b = bits[i:i+_piece]
         ones = np.negative(keep[i:i+_piece], out=buf[:b.size], dtype=bits.dtype)
         np.bitwise_and(b, ones, out=b)
+    if not t.is_inference(): increment_version(t)
     return t
 
 # %% ../nbs/00_masks.ipynb #a3e6d0b2

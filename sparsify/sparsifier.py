@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['norms_after', 'Masks', 'Sparsifier', 'Handle']
 
-# %% ../nbs/06_sparsifier.ipynb #98c3cf43
+# %% ../nbs/06_sparsifier.ipynb #7330f07e
+import copy
 import os
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,20 +18,27 @@ import torch.nn as nn
 from fastcore.basics import patch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .context import Units, as_context, global_
 from .criteria import check_criterion, large_final, score
-from .granularity import NM, Dims, Granularity, as_granularity, check_granularity
+from .granularity import NM, Dims, Granularity, as_granularity, as_reduce, check_granularity
 from .masks import as_init, drop, grow, has_nan, n_true, pack_bits, topk_masks, unpack_bits, zero_
 from .targets import Target, as_fraction, clean_name, spread, unwrap
 
-# %% ../nbs/06_sparsifier.ipynb #d01ac2a5
-def _graphs(model:nn.Module)->Iterator[torch.fx.GraphModule]:
-    "The model's graph, or where it cannot be traced those of its parts, as large as can be"
-    try: yield torch.fx.symbolic_trace(model)
+# %% ../nbs/06_sparsifier.ipynb #32ff825d
+def _shadow(model:nn.Module)->nn.Module:
+    "A copy of the model without its weights, to trace: tracing runs `forward`, which may write to the module"
+    weights = {id(p): nn.Parameter(torch.empty_like(p, device='meta'), p.requires_grad and p.is_floating_point())
+               for p in model.parameters() if not is_lazy(p)}
+    return copy.deepcopy(model, weights)
+
+def _graphs(part:nn.Module)->Iterator[tuple[nn.Module,torch.fx.GraphModule]]:
+    "The model and its graph, or where it cannot be traced its parts and theirs, as large as can be"
+    try: yield part,torch.fx.symbolic_trace(part)
     except Exception:      # a model may fail to trace in any way it likes: its parts are tried instead
-        for m in model.children(): yield from _graphs(m)
+        for m in part.children(): yield from _graphs(m)
 
 # %% ../nbs/06_sparsifier.ipynb #12b8dec9
 def _source(node, g:torch.fx.GraphModule):
@@ -38,49 +47,46 @@ def _source(node, g:torch.fx.GraphModule):
     while node.op=='call_module' and isinstance(g.get_submodule(node.target), same): node = node.args[0]
     return node
 
-# %% ../nbs/06_sparsifier.ipynb #4c258050
+# %% ../nbs/06_sparsifier.ipynb #f6ce8526
 def norms_after(
     model:nn.Module, # Traced, not run and not changed
 )->tuple[dict[int,list],set[int]]: # `{id(layer): BatchNorms that normalise nothing but its output}`; ids of the layers that were traced
     "For each layer, the BatchNorms that are proven to follow it"
-    fed,seen = {},set()
-    for g in _graphs(model):
-        for n in g.graph.nodes:
-            if n.op!='call_module': continue
-            m = g.get_submodule(n.target)
-            seen.add(id(m))
-            if isinstance(m, _BatchNorm) and n.args:
-                src = _source(n.args[0], g)
-                fed.setdefault(id(m), (m, set()))[1].add(id(g.get_submodule(src.target)) if src.op=='call_module' else None)
+    fed,seen,rng = {},{id(model)},torch.get_rng_state()
+    try: shadow = _shadow(model)
+    except Exception: return {},seen      # a model may refuse to be copied: then nothing is proven
+    real = dict(zip(map(id, shadow.modules()), model.modules()))
+    for part,g in _graphs(shadow):
+        called = {n: real[id(g.get_submodule(n.target))] for n in g.graph.nodes if n.op=='call_module'}
+        for n,m in called.items():
+            if isinstance(m, _BatchNorm) and n.args: fed.setdefault(id(m), (m, set()))[1].add(id(called.get(_source(n.args[0], g))))
+        seen |= {id(real[id(m)]) for m in part.modules()}
+        ends = [n for out in g.graph.nodes if out.op=='output' for n in out.all_input_nodes]
+        if part is not shadow: seen -= {id(called.get(_source(n, g))) for n in ends}
+    torch.set_rng_state(rng)
     after = {}
     for m,sources in fed.values():
-        if len(sources)==1 and None not in sources: after.setdefault(sources.pop(), []).append(m)
+        if len(sources)==1 and id(None) not in sources: after.setdefault(sources.pop(), []).append(m)
     return after,seen
 
-# %% ../nbs/06_sparsifier.ipynb #5e1cbfaf
-class Masks(dict):
+# %% ../nbs/06_sparsifier.ipynb #d5fefbd1
+class Masks(UserDict):
     "`{parameter's name: bool mask, True = kept}`, which takes only masks that fit"
     def __init__(self, targets:dict[str,Target]):
-        super().__init__()
         self.targets = targets
+        super().__init__()
 
-    def __setitem__(self, name, mask):
+    def __setitem__(self, name, mask): super().__setitem__(name, self.checked(name, mask))
+
+    def checked(self, name:str, mask:Tensor)->Tensor:
+        "`mask`, if it fits the target `name`"
         if name not in self.targets: raise KeyError(f"{name!r} is no target here: {', '.join(list(self.targets)[:8])}")
         shape = self.targets[name].param.shape
         if not isinstance(mask, Tensor) or mask.dtype!=torch.bool or mask.shape!=shape:
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
-        super().__setitem__(name, mask.contiguous())
+        return mask.contiguous()
 
-    def __reduce__(self): return _masks,(self.targets, dict(self))
-
-# %% ../nbs/06_sparsifier.ipynb #16cad6e5
-def _masks(targets, masks):
-    "Masks again, after pickling"
-    m = Masks(targets)
-    for k,v in masks.items(): m[k] = v
-    return m
-
-# %% ../nbs/06_sparsifier.ipynb #ddb626ac
+# %% ../nbs/06_sparsifier.ipynb #188aad00
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -99,7 +105,8 @@ class Sparsifier:
         reduce='mean', # A unit's score from those of its weights: 'mean', 'sum', 'max' or a function `(scores, dim)`
         seed:int=0, # Of random scores and random first masks
     ):
-        self.model,self.criteria,self.reduce,self.round_to,self.seed = unwrap(model),criteria,reduce,round_to,seed
+        self.criteria,self.reduce,self.round_to,self.seed = criteria,reduce,_whole_number(round_to, 'round_to', 1),_whole_number(seed, 'seed')
+        as_reduce(reduce)
         self.granularity = _nm(granularity, nm)
         check_criterion(criteria); check_granularity(self.granularity)
         self.context,self.min_keep = as_context(context),_min_keep(min_keep, self.granularity, as_context(context))
@@ -107,7 +114,9 @@ class Sparsifier:
             raise ValueError("a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict")
         self.layer_type,self.exclude,self.within,self.updates,self.memory = layer_type,exclude,within,0,{}
         targets,self.shares,skipped = spread(sparsity, model, layer_type, exclude, within)
-        self.targets,self.grans = _bind(targets, self.granularity, skipped)
+        self.model,(self.targets,self.grans) = unwrap(model),_bind(targets, self.granularity, skipped)
+        _check_room(self.grans, self.min_keep)
+        _try_criterion(criteria, self.targets)
         self.masks = Masks(self.targets)
         for k,t in self.targets.items(): self.masks[k] = torch.ones_like(t.param, dtype=torch.bool, memory_format=torch.contiguous_format)
         wants = getattr(criteria, 'needs', ())
@@ -135,11 +144,29 @@ def _nm(granularity, nm):
     if isinstance(nm, NM): return nm
     raise TypeError(f"nm is {nm!r}: True (2:4), False or NM(n, m) is needed")
 
-# %% ../nbs/06_sparsifier.ipynb #bdf9c8a7
+# %% ../nbs/06_sparsifier.ipynb #f4f0b34a
+def _whole_number(x, name:str, least:int=0):
+    "`x`, if it is None or a whole number of at least `least`"
+    if x is not None and (isinstance(x, bool) or not isinstance(x, int) or x<least):
+        raise ValueError(f"{name} is {x!r}: a whole number, {least} or more, is needed")
+    return x
+
+def _check_room(grans:dict[str,Granularity], min_keep:int)->None:
+    "Refuse a `min_keep` that no layer can go below, and name the layers that cannot"
+    full = [k for k,g in grans.items() if min_keep and g.n<=min_keep]
+    if grans and len(full)==len(grans): raise ValueError(f"min_keep={min_keep} keeps every unit of every layer: nothing could be pruned")
+    if full: warnings.warn(f"never pruned, with min_keep={min_keep}: {', '.join(full)}", stacklevel=3)
+
+def _try_criterion(criteria:Callable, targets:dict[str,Target])->None:
+    "Run a criterion once on a copy of the smallest target, so that it fails before anything is changed"
+    t = min(targets.values(), key=lambda t: t.param.numel())
+    w = t.param.detach().clone()
+    score(criteria, w, init=w.clone(), previous=w.clone(), generator=torch.Generator().manual_seed(0))
+
+# %% ../nbs/06_sparsifier.ipynb #4a9f976e
 def _min_keep(min_keep, granularity, context)->int:
     "How many units each layer keeps, 0 where whole layers are the units"
-    if isinstance(min_keep, bool) or not isinstance(min_keep, int) or min_keep<0:
-        raise ValueError(f"min_keep is {min_keep!r}: a whole number of units, 0 or more, is needed")
+    _whole_number(min_keep, 'min_keep')
     if granularity!='layer': return min_keep
     if context is not global_:
         raise ValueError("granularity 'layer' ranks whole layers against each other: it needs context='global'")
@@ -168,23 +195,25 @@ def _is_output(g:Granularity, m:nn.Module)->bool:
     if not isinstance(g, Dims) or not isinstance(m, (_ConvNd, nn.Linear)): return False
     return set(g.dims)==set(range(len(g.shape)))-{int(isinstance(m, _ConvTransposeNd))}
 
-# %% ../nbs/06_sparsifier.ipynb #8f481981
+# %% ../nbs/06_sparsifier.ipynb #8096b108
 def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
     "Biases, and weights and biases of BatchNorms, that go with whole outputs: `{name: (where, the target they follow)}`"
-    outs = {k: t for k,t in sp.targets.items() if _is_output(sp.grans[k], t.module)}
+    outs = {k: t for k,t in sp.targets.items() if t.attr=='weight' and _is_output(sp.grans[k], t.module)}
     if not outs: return {}
     after,seen = norms_after(sp.model)
     names = {id(m): clean_name(n) for n,m in sp.model.named_modules()}
-    lost = [t.layer for t in outs.values() if id(t.module) not in seen]
-    if lost:
-        warnings.warn(f"the graph around {', '.join(lost)} cannot be traced: a BatchNorm that follows is left as it is, "
-                      "and lets a pruned filter be heard", stacklevel=4)
-    found = {}
+    lost,found = [t.layer for t in outs.values() if id(t.module) not in seen],{}
     for k,t in outs.items():
-        for m in [t.module, *after.get(id(t.module), [])]:
+        n,norms = sp.outputs(k).numel(),after.get(id(t.module), [])
+        fit = [m for m in norms if m.affine and not is_lazy(m.weight) and m.weight.numel()==n and not isinstance(t.module, nn.Linear)]
+        if len(fit)<len(norms): lost.append(t.layer)
+        for m in [t.module, *fit]:
             for a in (('bias',) if m is t.module else ('weight', 'bias')):
                 name = f'{names[id(m)]}.{a}'.lstrip('.')
-                if m._parameters.get(a) is not None: found[name] = (Target(name, m, a), k)
+                if m._parameters.get(a) is not None and m._parameters[a].numel()==n: found[name] = (Target(name, m, a), k)
+    if lost:
+        warnings.warn(f"a BatchNorm behind {', '.join(lost)} may let a pruned output be heard: it has no weight of its own, "
+                      "or is not proven to belong to these outputs alone", stacklevel=4)
     return found
 
 # %% ../nbs/06_sparsifier.ipynb #5fe81c29
@@ -229,16 +258,19 @@ def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.all_masks(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #b2747b62
+# %% ../nbs/06_sparsifier.ipynb #1ab6f30d
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
 )->None:
     "Put these masks in the place of the old ones and apply them; a layer that loses all its weights is named in a warning"
+    new = {k: self.masks.checked(k, m) for k,m in new.items()}
     for k,m in new.items(): self.masks[k] = m
     dead = [self.targets[k].layer for k in new if not n_true(self.masks[k])]
     if dead: warnings.warn(f"nothing is left of {', '.join(dead)}: no signal passes there any more", stacklevel=3)
     self.apply_masks()
+    self.updates += 1
+    for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
     for k in new:
         for hook in list(self._hooks['mask'].values()): hook(self, k, 1-n_true(self.masks[k])/self.masks[k].numel())
 
@@ -249,7 +281,7 @@ def _generator(self:Sparsifier, name:str)->torch.Generator:
     state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name)]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state>>np.uint64(1)))
 
-# %% ../nbs/06_sparsifier.ipynb #7ef6c2d3
+# %% ../nbs/06_sparsifier.ipynb #14324803
 @patch
 def scores(self:Sparsifier,
     name:str, # Of a target
@@ -258,18 +290,17 @@ def scores(self:Sparsifier,
     t,g = self.targets[name],self.grans[name]
     given = {k: r[name] for k,r in self.refs.items()}
     if 'generator' in getattr(self.criteria, 'needs', ()): given['generator'] = self._generator(name)
-    s = score(self.criteria, t.param, **given)
-    if has_nan(s): raise ValueError(f"{name}: {int(s.isnan().sum())} of {s.numel()} scores are NaN, which have no rank. "
-                                          f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into the criterion")
-    u = g.reduce(s, self.reduce)
+    u = g.reduce(score(self.criteria, t.param, **given), self.reduce)
+    if has_nan(u): raise ValueError(f"{name}: {int(u.isnan().sum())} of {u.numel()} scores are NaN, which have no rank. "
+                                    f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into criterion and reduce")
     return u if g.rows>1 else u.flatten()
 
-# %% ../nbs/06_sparsifier.ipynb #e9da1fb9
+# %% ../nbs/06_sparsifier.ipynb #0ac1172d
 @patch
 def _units(self:Sparsifier, name:str)->Units:
     "What the context is told of a layer"
     g,m = self.grans[name],self.masks[name]
-    alive = m.view(-1) if g.size==g.rows==1 else g.active(m)
+    alive = m.view(-1) if isinstance(g, Dims) and g.size==1 else g.active(m)
     if g.rows==1: alive = alive.view(-1)
     return Units(name, g.shape, g.n, g.size, g.rows, n_true(alive), lambda: self.scores(name), alive)
 
@@ -282,24 +313,33 @@ def check(self:Sparsifier,
     check = getattr(self.context, 'check', None)
     if check: check({k: self._units(k) for k in shares}, shares, self.min_keep, self.round_to)
 
-# %% ../nbs/06_sparsifier.ipynb #ef060816
+# %% ../nbs/06_sparsifier.ipynb #36562d6a
+@patch
+def _share(self:Sparsifier, shares:dict[str,float])->tuple[dict,dict]:
+    "The layers' units and how many of them each keeps, as the context says, checked"
+    units = {k: self._units(k) for k in shares}
+    kept = self.context(units, shares, self.min_keep, self.round_to)
+    odd = [k for k in units if not isinstance(getattr(kept, 'get', dict().get)(k), (int, np.integer)) or not 0<=kept[k]<=units[k].n]
+    if odd: raise ValueError(f"the context has to give the units that each layer keeps, from 0 to their number; for {odd[0]!r} it gave "
+                             f"{kept.get(odd[0]) if hasattr(kept, 'get') else kept!r}")
+    if isinstance(self.granularity, NM): kept = {k: max(n, self.granularity.n) for k,n in kept.items()}
+    return units,kept
+
+# %% ../nbs/06_sparsifier.ipynb #42a2997f
 @patch
 def update(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}` of the targets to look at, fractions in [0, 1]
     falls:bool=False, # Whether sparsity may fall, so that weights (of value 0) come back
 )->list[str]: # The names whose masks changed
     "Move the masks to the sparsity asked: only layers whose number of units changes are scored and changed"
-    units = {k: self._units(k) for k in shares}
-    kept = self.context(units, shares, self.min_keep, self.round_to)
+    if not shares: return []
+    units,kept = self._share(shares)
     if not falls and self.context is global_ and sum((kept[k]-u.active)*u.size for k,u in units.items())>=0: return []
     new = {}
     for k,u in units.items():
-        n = max(kept[k], self.granularity.n) if isinstance(self.granularity, NM) else kept[k]
+        n = kept[k]
         if n*u.rows!=u.active and (falls or n*u.rows<u.active): new[k] = self._mask(k, u, n, getattr(kept, 'masks', {}).get(k))
-    if not new: return []
-    self.set_masks(new)
-    self.updates += 1
-    for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
+    if new: self.set_masks(new)
     return list(new)
 
 # %% ../nbs/06_sparsifier.ipynb #c4b144cb
@@ -314,7 +354,7 @@ def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, found:Tensor|None)->Te
     new = g.expand(found)
     return new if g.size==1 or grows else new & self.masks[name]
 
-# %% ../nbs/06_sparsifier.ipynb #eafff6fa
+# %% ../nbs/06_sparsifier.ipynb #a4924492
 @patch
 def shares_of(self:Sparsifier,
     sparsity:float|dict, # One number for all targets, or a dict from names (see `spread`) to numbers
@@ -323,13 +363,14 @@ def shares_of(self:Sparsifier,
     if isinstance(sparsity, dict) and self.context is global_:
         raise ValueError("a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict")
     if not isinstance(sparsity, dict): return dict.fromkeys(self.targets, as_fraction(sparsity))
+    if not any(sparsity.values()): return {}
     _,shares,_ = spread(sparsity, self.model, self.layer_type, self.exclude, self.within)
     other = [k for k in shares if k not in self.targets]
     if other: raise ValueError(f"{other[0]!r} is no target of this sparsifier ({', '.join(list(self.targets)[:8])}): "
                                "choose it with layer_type when the sparsifier is made")
     return shares
 
-# %% ../nbs/06_sparsifier.ipynb #a029eedf
+# %% ../nbs/06_sparsifier.ipynb #28e79fb0
 @patch
 def sparsify_model(self:Sparsifier,
     sparsity:float|dict, # The share of *all* weights of each target that is to be zero: asking .2 twice gives .2
@@ -337,15 +378,16 @@ def sparsify_model(self:Sparsifier,
 )->Sparsifier: # Itself
     "Prune, or if less is asked than is pruned bring back, until the targets have this sparsity"
     if isinstance(self.granularity, NM): _warn_nm(self.granularity, sparsity)
-    old,self.round_to = self.round_to,round_to or self.round_to
+    _whole_number(round_to, 'round_to', 1)
+    old,self.round_to = self.round_to,self.round_to if round_to is None else round_to
     try:
         shares = self.shares_of(sparsity)
-        self.check(shares)
+        if shares: self.check(shares)
         self.update(shares, falls=True)
     finally: self.round_to = old
     return self
 
-# %% ../nbs/06_sparsifier.ipynb #ce750b95
+# %% ../nbs/06_sparsifier.ipynb #8246294e
 @patch
 def sparsify_layer(self:Sparsifier,
     layer:nn.Module|str, # A target's layer, or its name
@@ -356,9 +398,12 @@ def sparsify_layer(self:Sparsifier,
     if isinstance(layer, str): names = [k for k,t in self.targets.items() if layer in (k, t.layer)]
     else: names = [k for k,t in self.targets.items() if t.module is layer]
     if not names: raise ValueError(f"{layer!r} is no target of this sparsifier: {', '.join(list(self.targets)[:8])}")
-    old,self.context = self.context,as_context('local')
-    try: return self.sparsify_model({k: sparsity for k in names}, round_to) if sparsity else self
-    finally: self.context = old
+    _whole_number(round_to, 'round_to', 1)
+    shares,old = dict.fromkeys(names, as_fraction(sparsity)),(self.context,self.round_to)
+    self.context,self.round_to = as_context('local'),self.round_to if round_to is None else round_to
+    try: self.update(shares, falls=True)
+    finally: self.context,self.round_to = old
+    return self
 
 # %% ../nbs/06_sparsifier.ipynb #bb961bb3
 def _warn_nm(nm:NM, sparsity)->None:
@@ -367,7 +412,7 @@ def _warn_nm(nm:NM, sparsity)->None:
     if values-{nm.sparsity, None}:
         warnings.warn(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}", stacklevel=4)
 
-# %% ../nbs/06_sparsifier.ipynb #2f952221
+# %% ../nbs/06_sparsifier.ipynb #75dca81b
 @patch
 def init_masks(self:Sparsifier,
     init, # 'random', 'topk', 'from_zeros', 'checkerboard' or a function (see `as_init`)
@@ -377,13 +422,13 @@ def init_masks(self:Sparsifier,
     f = as_init(init)
     if init=='from_zeros': new = {k: f(self.targets[k].param) for k in shares}
     else:
-        units,new = {k: self._units(k) for k in shares},{}
-        kept = self.context(units, shares, self.min_keep, self.round_to)
+        (units,kept),new = self._share(shares),{}
         for k,u in units.items():
             extra = {'generator': self._generator(k)} if f.wants_generator else {}
-            new[k] = f(self.targets[k].param, 1-kept[k]/u.n, shaper=self.grans[k], device=self.targets[k].param.device, **extra)
+            w = self.targets[k].param
+            if has_nan(w): raise ValueError(f"{k}: {int(w.isnan().sum())} of its weights are NaN, which have no rank")
+            new[k] = f(w, 1-kept[k]/u.n, shaper=self.grans[k], device=w.device, **extra)
     self.set_masks(new)
-    self.updates += 1
     return list(new)
 
 # %% ../nbs/06_sparsifier.ipynb #2f6bbb1c
@@ -434,24 +479,35 @@ def state_dict(self:Sparsifier)->dict:
                 refs={k: {n: r.clone() for n,r in v.items()} for k,v in self.refs.items()},
                 masks={k: dict(bits=pack_bits(m), shape=list(m.shape)) for k,m in self.masks.items()})
 
-# %% ../nbs/06_sparsifier.ipynb #b1aa8d60
+# %% ../nbs/06_sparsifier.ipynb #73c7f08f
+def _read_state(state:dict)->tuple[dict,dict,tuple]:
+    "Masks, memory of the criterion, and seed, updates and memory of the algorithm"
+    masks = {k: unpack_bits(v['bits'], v['shape']) for k,v in state['masks'].items()}
+    refs = {k: {n: torch.as_tensor(r) for n,r in v.items()} for k,v in state['refs'].items()}
+    return masks,refs,(_whole_number(state['seed'], 'seed'),_whole_number(state['updates'], 'updates'),dict(state['memory']))
+
+# %% ../nbs/06_sparsifier.ipynb #90e7a696
 @patch
 def load_state_dict(self:Sparsifier,
     state:dict, # From `state_dict`
 )->None:
     "Take masks and memory back and apply them; a state of another model is refused by name before anything changes"
     if not isinstance(state, dict) or state.get('version')!=1: raise ValueError("this is no state of a Sparsifier (version 1)")
-    masks = {k: unpack_bits(v['bits'], v['shape']) for k,v in state['masks'].items()}
+    try: masks,refs,numbers = _read_state(state)
+    except (KeyError, TypeError, AttributeError) as e: raise ValueError(f"the state is damaged: {type(e).__name__} {e}") from None
     odd = sorted(set(masks)^set(self.targets))
     if odd: raise ValueError(f"the state is of other parameters: {', '.join(odd[:6])} {'are' if len(odd)>1 else 'is'} on one side only")
     for k,m in masks.items():
         shape = self.targets[k].param.shape
         if m.shape!=shape: raise ValueError(f"the state's mask of {k!r} has shape {tuple(m.shape)}, the weight {tuple(shape)}")
-    if set(state['refs'])!=set(self.refs):
-        raise ValueError(f"the state was made with a criterion that remembers {sorted(state['refs']) or 'nothing'}, "
+    if set(refs)!=set(self.refs):
+        raise ValueError(f"the state was made with a criterion that remembers {sorted(refs) or 'nothing'}, "
                          f"this one remembers {sorted(self.refs) or 'nothing'}")
-    self.seed,self.updates,self.memory = state['seed'],state['updates'],dict(state['memory'])
-    for k,v in state['refs'].items():
+    for k,v in refs.items():
+        odd = [n for n in set(v)|set(self.targets) if n not in v or n not in self.targets or v[n].shape!=self.targets[n].param.shape]
+        if odd: raise ValueError(f"what the state remembers as {k!r} does not fit {odd[0]!r}")
+    self.seed,self.updates,self.memory = numbers
+    for k,v in refs.items():
         for n,r in v.items(): self.refs[k][n].copy_(r)
     for k,m in masks.items(): self.masks[k] = m.to(self.targets[k].param.device)
     self.apply_masks()

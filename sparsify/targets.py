@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['as_fraction', 'unwrap', 'clean_name', 'Target', 'default_filter', 'find_targets', 'spread']
 
-# %% ../nbs/05_targets.ipynb #9ed9665f
+# %% ../nbs/05_targets.ipynb #00ab6b94
 import difflib
 import fnmatch
 import numbers
@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.nn as nn
 from torch.nn.parameter import Parameter, UninitializedParameter, is_lazy
 
-# %% ../nbs/05_targets.ipynb #09025573
+# %% ../nbs/05_targets.ipynb #a182d6c6
 def as_fraction(
     x:float, # A fraction in [0, 1]; above 1 and up to 100 it is read as a percentage
     name:str='sparsity', # What it is the sparsity of, for messages
@@ -25,6 +26,7 @@ def as_fraction(
     "A sparsity as a fraction: percentages are read with a `FutureWarning`, anything else is refused"
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} is {x!r}: a number is needed, a fraction in [0, 1] such as 0.9")
+    if 1<x<1+1e-6: return 1.
     if not 0<=x<=100: raise ValueError(f"{name} is {x}: a fraction in [0, 1] is needed, such as 0.9 for 90 %")
     if x<=1: return float(x)
     warnings.warn(f"{name} is {x}: it is read as {x} %, that is {x/100:g}. Write {x/100:g}; percentages will be refused",
@@ -80,18 +82,21 @@ def _all_params(model:nn.Module)->dict[str,Target]:
             else: by_id[id(p)],found[name] = name,Target(name, m, attr)
     return found
 
-# %% ../nbs/05_targets.ipynb #e5afd233
+# %% ../nbs/05_targets.ipynb #e8dc5a46
 def _refusal(t:Target)->str|None:
     "Why a parameter cannot be made sparse, or None"
     p = t.param
     if isinstance(p, UninitializedParameter) or is_lazy(p): return "it has no shape yet: run a batch through the model first"
     if 'parametrizations' in t.name.split('.'): return "its weight is computed from it by a parametrization: remove_parametrizations first"
+    if p.is_meta: return "it is on the meta device and has no values: load the weights first"
     stem,_,kind = t.attr.rpartition('_')
+    if not stem or stem in t.module._parameters or not hasattr(t.module, stem): kind = ''
     if kind=='orig' and hasattr(t.module, stem+'_mask'): return "it is pruned by torch.nn.utils.prune: prune.remove it first"
     if kind in ('v', 'g') and hasattr(t.module, stem+'_g') and hasattr(t.module, stem+'_v'):
         return "its weight is computed by weight_norm: remove_weight_norm first"
     if kind=='orig': return "its weight is computed by spectral_norm: remove_spectral_norm first"
-    if not p.is_floating_point(): return f"its type is {p.dtype}: floating-point weights can be sparse"
+    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return f"its type is {p.dtype}: weights of 16, 32 or 64 floating-point bits can be sparse"
     if p.numel()==0: return "it is empty"
 
 # %% ../nbs/05_targets.ipynb #c10e2fe1
@@ -128,9 +133,12 @@ def _match_name(
     if own and not any(True for _ in m.children()): return (2, len(key)),own
     return (1, len(key)),own+[n for n,t in params.items() if n not in own and n.startswith(key+'.') and among(t)]
 
-# %% ../nbs/05_targets.ipynb #7612d9e6
+# %% ../nbs/05_targets.ipynb #f29ce42d
 def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn.Module], types=())->str:
     "What to say of a name that matches no parameter that can be chosen"
+    if isinstance(key, str) and key in layers and _computed(layers[key]):
+        return (f"the weight of {key!r} is computed (weight_norm, spectral_norm, a parametrization, torch's pruning): "
+                "remove that first, with remove_parametrizations, remove_weight_norm or prune.remove")
     if isinstance(key, str) and key in layers:
         held = [t for n,t in params.items() if n.startswith(key+'.') and t.param.ndim>1]
         if held:
@@ -143,23 +151,25 @@ def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn
     return (f"{key!r} matches no weight of this {type(model).__name__}. {hint}"
             f"Layers with weights: {', '.join(dict.fromkeys(names[:12]))}{', ...' if len(set(names))>12 else ''}")
 
-# %% ../nbs/05_targets.ipynb #230c3b02
+# %% ../nbs/05_targets.ipynb #d7a2c193
 def _split(which)->tuple[tuple,list]:
     "Layer types, and the other ways to choose"
     items = list(which) if isinstance(which, (tuple, list, set)) else [which]
     types = tuple(o for o in items if isinstance(o, type) and issubclass(o, nn.Module))
     rest = [o for o in items if o not in types]
     for o in rest:
-        if isinstance(o, type) or not (isinstance(o, str) or callable(o)):
+        if isinstance(o, (type, nn.Module)) or not (isinstance(o, str) or callable(o)):
             raise TypeError(f"layer_type holds {o!r}: a layer type such as nn.Conv2d, a name, "
                             "or a function (name, parameter) → bool is needed")
     if not items: raise ValueError("layer_type is empty: at least one layer type, name or function is needed")
     return types,rest
 
-# %% ../nbs/05_targets.ipynb #40601ed7
+# %% ../nbs/05_targets.ipynb #2b31f1d2
 class _Resolver:
     "All that is looked at while targets are found in one model"
     def __init__(self, model:nn.Module, within:nn.Module|None=None):
+        for what,m in (('the model', model), ('model (the submodule)', within if within is not None else model)):
+            if not isinstance(m, nn.Module): raise TypeError(f"{what} is a {type(m).__name__}: an nn.Module is needed")
         self.model = unwrap(model)
         self.layers = {clean_name(n): m for n,m in self.model.named_modules(remove_duplicate=False)}
         self.params = _all_params(self.model)
@@ -183,7 +193,7 @@ class _Resolver:
             return _match_name(spec, self.params, self.layers, self.by_id, among)
         return (0, 0),[n for n,t in self.params.items() if spec(n, t.param)]
 
-# %% ../nbs/05_targets.ipynb #4d5b1cbe
+# %% ../nbs/05_targets.ipynb #a8be16a7
 def find_targets(
     model:nn.Module, # Looked at, not changed; wrappers are taken off
     layer_type=nn.Conv2d, # A layer type, a name, a function `(name, parameter) → bool`, or a list of these
@@ -201,16 +211,18 @@ def find_targets(
         chosen |= set(found)
         if how[0]>=2: exact |= set(found)
     left = _left_out(r, exclude)
+    if chosen and chosen<=left: raise ValueError(f"exclude={exclude!r} leaves nothing of {len(chosen)} parameters to make sparse")
     targets = {n: t for n,t in r.params.items() if n in chosen and n not in left}
     for n in exact & set(targets): targets[n].named = True
     return _drop_unfit(r, targets, types)
 
-# %% ../nbs/05_targets.ipynb #033fbcd5
+# %% ../nbs/05_targets.ipynb #21b12550
 def _left_out(r:_Resolver, exclude)->set[str]:
     "The names that `exclude` takes out"
     if exclude is None or (isinstance(exclude, (tuple, list, set)) and not exclude): return set()
     types,rest = _split(exclude)
     out = set(r.of_types(types)) if types else set()
+    if types and not out: raise ValueError(f"exclude: there is no {' or '.join(o.__name__ for o in types)} with a weight here")
     for spec in rest:
         found = r.by(spec, loose=True)[1]
         if not found: raise ValueError("exclude: "+_unmatched(spec, r.model, r.params, r.layers))
@@ -241,7 +253,7 @@ def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple)->tuple[dict,
                      f"This {type(r.model).__name__} has {there or 'no weights of two dimensions'}" +
                      (f": pass layer_type=nn.{next(iter(has))}" if has and hasattr(nn, next(iter(has))) else ''))
 
-# %% ../nbs/05_targets.ipynb #2c31f0fa
+# %% ../nbs/05_targets.ipynb #42c4f02e
 def spread(
     sparsity:float|dict, # One number for all, or a dict from names (as in `find_targets`) to numbers; 0 leaves a layer alone
     model:nn.Module, # As in `find_targets`
@@ -254,7 +266,10 @@ def spread(
         targets,skipped = find_targets(model, layer_type, exclude, within)
         return targets,{n: as_fraction(sparsity) for n in targets} if sparsity is not None else {},skipped
     if not sparsity: raise ValueError("sparsity is an empty dict: nothing would be pruned")
+    odd = [k for k in sparsity if not isinstance(k, str)]
+    if odd: raise TypeError(f"sparsity has the key {odd[0]!r}: names of layers, containers or patterns are needed")
     values = {k: as_fraction(v, f'sparsity of {k!r}') for k,v in sparsity.items()}
+    if not any(values.values()): raise ValueError("every sparsity is 0: nothing would be pruned")
     targets,skipped = find_targets(model, layer_type, exclude, within, list(values))
     r,types,best = _Resolver(model, within),_split(layer_type)[0],{}
     for k,v in values.items():
