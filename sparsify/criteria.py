@@ -122,7 +122,7 @@ def check_criterion(criterion:Callable)->None:
 def _wants(criterion:Callable)->tuple: return (lambda n: (n,) if isinstance(n, str) else tuple(n))(getattr(criterion, 'needs', ()))
 def _name(criterion:Callable)->str: return getattr(criterion, '__name__', type(criterion).__name__)
 
-# %% ../nbs/03_criteria.ipynb #0983926e
+# %% ../nbs/03_criteria.ipynb #d36ec526
 def score(
     criterion:Callable, # See above
     w:Tensor, # A weight of any floating type; it is not changed
@@ -133,7 +133,7 @@ def score(
     w32 = w if w.dtype in (torch.float32, torch.float64) else w.float()
     s = criterion(w32, **{n: given[n].to(w32) if isinstance(given[n], Tensor) else given[n] for n in _wants(criterion)})
     if not isinstance(s, Tensor) or s.is_complex():
-        raise TypeError(f"{_name(criterion)} returned a {s.dtype if isinstance(s, Tensor) else type(s).__name__}: a tensor of real scores is needed")
+        raise TypeError(f"{_name(criterion)} returned a {s.dtype if isinstance(s, Tensor) else type(s).__name__}: a tensor of scores, real numbers, is needed")
     if w._version!=version: raise ValueError(f"{_name(criterion)} changes the weight in place: it has to return new scores")
     if s.shape!=w.shape:
         raise ValueError(f"{_name(criterion)} returned scores of shape {tuple(s.shape)} for a weight of shape {tuple(w.shape)}")

@@ -47,7 +47,7 @@ def _source(node, g:torch.fx.GraphModule):
     while node.op=='call_module' and isinstance(g.get_submodule(node.target), same): node = node.args[0]
     return node
 
-# %% ../nbs/06_sparsifier.ipynb #f6ce8526
+# %% ../nbs/06_sparsifier.ipynb #d96ac04f
 def norms_after(
     model:nn.Module, # Traced, not run and not changed
 )->tuple[dict[int,list],set[int]]: # `{id(layer): BatchNorms that normalise nothing but its output}`; ids of the layers that were traced
@@ -62,7 +62,7 @@ def norms_after(
             if isinstance(m, _BatchNorm) and n.args: fed.setdefault(id(m), (m, set()))[1].add(id(called.get(_source(n.args[0], g))))
         seen |= {id(real[id(m)]) for m in part.modules()}
         ends = [n for out in g.graph.nodes if out.op=='output' for n in out.all_input_nodes]
-        if part is not shadow: seen -= {id(called.get(_source(n, g))) for n in ends}
+        if part is not shadow: seen -= {id(real[id(part)])}|{id(called.get(_source(n, g))) for n in ends}
     torch.set_rng_state(rng)
     after = {}
     for m,sources in fed.values():
@@ -86,7 +86,7 @@ class Masks(UserDict):
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
         return mask.contiguous()
 
-# %% ../nbs/06_sparsifier.ipynb #188aad00
+# %% ../nbs/06_sparsifier.ipynb #9f4fb966
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -105,7 +105,7 @@ class Sparsifier:
         reduce='mean', # A unit's score from those of its weights: 'mean', 'sum', 'max' or a function `(scores, dim)`
         seed:int=0, # Of random scores and random first masks
     ):
-        self.criteria,self.reduce,self.round_to,self.seed = criteria,reduce,_whole_number(round_to, 'round_to', 1),_whole_number(seed, 'seed')
+        self.criteria,self.reduce,self.round_to,self.seed = criteria,reduce,_round_to(round_to),_whole_number(seed, 'seed')
         as_reduce(reduce)
         self.granularity = _nm(granularity, nm)
         check_criterion(criteria); check_granularity(self.granularity)
@@ -144,12 +144,14 @@ def _nm(granularity, nm):
     if isinstance(nm, NM): return nm
     raise TypeError(f"nm is {nm!r}: True (2:4), False or NM(n, m) is needed")
 
-# %% ../nbs/06_sparsifier.ipynb #f4f0b34a
+# %% ../nbs/06_sparsifier.ipynb #acc2fa7e
 def _whole_number(x, name:str, least:int=0):
-    "`x`, if it is None or a whole number of at least `least`"
-    if x is not None and (isinstance(x, bool) or not isinstance(x, int) or x<least):
+    "`x`, if it is a whole number of at least `least`"
+    if isinstance(x, bool) or not isinstance(x, int) or x<least:
         raise ValueError(f"{name} is {x!r}: a whole number, {least} or more, is needed")
     return x
+
+def _round_to(x): return x if x is None else _whole_number(x, 'round_to', 1)
 
 def _check_room(grans:dict[str,Granularity], min_keep:int)->None:
     "Refuse a `min_keep` that no layer can go below, and name the layers that cannot"
@@ -195,25 +197,25 @@ def _is_output(g:Granularity, m:nn.Module)->bool:
     if not isinstance(g, Dims) or not isinstance(m, (_ConvNd, nn.Linear)): return False
     return set(g.dims)==set(range(len(g.shape)))-{int(isinstance(m, _ConvTransposeNd))}
 
-# %% ../nbs/06_sparsifier.ipynb #8096b108
+# %% ../nbs/06_sparsifier.ipynb #66032da8
 def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
     "Biases, and weights and biases of BatchNorms, that go with whole outputs: `{name: (where, the target they follow)}`"
     outs = {k: t for k,t in sp.targets.items() if t.attr=='weight' and _is_output(sp.grans[k], t.module)}
     if not outs: return {}
     after,seen = norms_after(sp.model)
     names = {id(m): clean_name(n) for n,m in sp.model.named_modules()}
-    lost,found = [t.layer for t in outs.values() if id(t.module) not in seen],{}
+    lost,mute,found = [t.layer for t in outs.values() if id(t.module) not in seen],[],{}
     for k,t in outs.items():
         n,norms = sp.outputs(k).numel(),after.get(id(t.module), [])
-        fit = [m for m in norms if m.affine and not is_lazy(m.weight) and m.weight.numel()==n and not isinstance(t.module, nn.Linear)]
-        if len(fit)<len(norms): lost.append(t.layer)
+        fit = [m for m in norms if m.affine and not is_lazy(m.weight) and m.weight.numel()==n]
+        if len(fit)<len(norms): mute.append(t.layer)
         for m in [t.module, *fit]:
             for a in (('bias',) if m is t.module else ('weight', 'bias')):
                 name = f'{names[id(m)]}.{a}'.lstrip('.')
                 if m._parameters.get(a) is not None and m._parameters[a].numel()==n: found[name] = (Target(name, m, a), k)
-    if lost:
-        warnings.warn(f"a BatchNorm behind {', '.join(lost)} may let a pruned output be heard: it has no weight of its own, "
-                      "or is not proven to belong to these outputs alone", stacklevel=4)
+    for layers,why in ((lost, 'the graph around it cannot be traced'), (mute, 'it has no weight and bias for each output')):
+        if layers: warnings.warn(f"a BatchNorm that follows {', '.join(layers)} is left as it is, and lets a pruned output be heard: {why}",
+                                 stacklevel=4)
     return found
 
 # %% ../nbs/06_sparsifier.ipynb #5fe81c29
@@ -281,7 +283,7 @@ def _generator(self:Sparsifier, name:str)->torch.Generator:
     state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name)]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state>>np.uint64(1)))
 
-# %% ../nbs/06_sparsifier.ipynb #14324803
+# %% ../nbs/06_sparsifier.ipynb #45723d4f
 @patch
 def scores(self:Sparsifier,
     name:str, # Of a target
@@ -290,9 +292,12 @@ def scores(self:Sparsifier,
     t,g = self.targets[name],self.grans[name]
     given = {k: r[name] for k,r in self.refs.items()}
     if 'generator' in getattr(self.criteria, 'needs', ()): given['generator'] = self._generator(name)
-    u = g.reduce(score(self.criteria, t.param, **given), self.reduce)
-    if has_nan(u): raise ValueError(f"{name}: {int(u.isnan().sum())} of {u.numel()} scores are NaN, which have no rank. "
-                                    f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into criterion and reduce")
+    s = score(self.criteria, t.param, **given)
+    u = g.reduce(s, self.reduce)
+    if has_nan(u):
+        bad = s if has_nan(s) else u
+        raise ValueError(f"{name}: {int(bad.isnan().sum())} of {bad.numel()} scores are NaN, which have no rank. "
+                         f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into criterion and reduce")
     return u if g.rows>1 else u.flatten()
 
 # %% ../nbs/06_sparsifier.ipynb #0ac1172d
@@ -313,15 +318,15 @@ def check(self:Sparsifier,
     check = getattr(self.context, 'check', None)
     if check: check({k: self._units(k) for k in shares}, shares, self.min_keep, self.round_to)
 
-# %% ../nbs/06_sparsifier.ipynb #36562d6a
+# %% ../nbs/06_sparsifier.ipynb #3931a109
 @patch
 def _share(self:Sparsifier, shares:dict[str,float])->tuple[dict,dict]:
     "The layers' units and how many of them each keeps, as the context says, checked"
     units = {k: self._units(k) for k in shares}
     kept = self.context(units, shares, self.min_keep, self.round_to)
     odd = [k for k in units if not isinstance(getattr(kept, 'get', dict().get)(k), (int, np.integer)) or not 0<=kept[k]<=units[k].n]
-    if odd: raise ValueError(f"the context has to give the units that each layer keeps, from 0 to their number; for {odd[0]!r} it gave "
-                             f"{kept.get(odd[0]) if hasattr(kept, 'get') else kept!r}")
+    if odd: raise ValueError(f"n_keep is {kept.get(odd[0]) if hasattr(kept, 'get') else kept!r} for {odd[0]!r}: the context has to give "
+                             f"a whole number from 0 to {units[odd[0]].n}")
     if isinstance(self.granularity, NM): kept = {k: max(n, self.granularity.n) for k,n in kept.items()}
     return units,kept
 
@@ -354,7 +359,7 @@ def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, found:Tensor|None)->Te
     new = g.expand(found)
     return new if g.size==1 or grows else new & self.masks[name]
 
-# %% ../nbs/06_sparsifier.ipynb #a4924492
+# %% ../nbs/06_sparsifier.ipynb #635ff17f
 @patch
 def shares_of(self:Sparsifier,
     sparsity:float|dict, # One number for all targets, or a dict from names (see `spread`) to numbers
@@ -363,14 +368,14 @@ def shares_of(self:Sparsifier,
     if isinstance(sparsity, dict) and self.context is global_:
         raise ValueError("a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict")
     if not isinstance(sparsity, dict): return dict.fromkeys(self.targets, as_fraction(sparsity))
-    if not any(sparsity.values()): return {}
+    if sparsity and not any(sparsity.values()): return {}
     _,shares,_ = spread(sparsity, self.model, self.layer_type, self.exclude, self.within)
     other = [k for k in shares if k not in self.targets]
     if other: raise ValueError(f"{other[0]!r} is no target of this sparsifier ({', '.join(list(self.targets)[:8])}): "
                                "choose it with layer_type when the sparsifier is made")
     return shares
 
-# %% ../nbs/06_sparsifier.ipynb #28e79fb0
+# %% ../nbs/06_sparsifier.ipynb #62b73466
 @patch
 def sparsify_model(self:Sparsifier,
     sparsity:float|dict, # The share of *all* weights of each target that is to be zero: asking .2 twice gives .2
@@ -378,7 +383,7 @@ def sparsify_model(self:Sparsifier,
 )->Sparsifier: # Itself
     "Prune, or if less is asked than is pruned bring back, until the targets have this sparsity"
     if isinstance(self.granularity, NM): _warn_nm(self.granularity, sparsity)
-    _whole_number(round_to, 'round_to', 1)
+    _round_to(round_to)
     old,self.round_to = self.round_to,self.round_to if round_to is None else round_to
     try:
         shares = self.shares_of(sparsity)
@@ -387,7 +392,7 @@ def sparsify_model(self:Sparsifier,
     finally: self.round_to = old
     return self
 
-# %% ../nbs/06_sparsifier.ipynb #8246294e
+# %% ../nbs/06_sparsifier.ipynb #01da71f7
 @patch
 def sparsify_layer(self:Sparsifier,
     layer:nn.Module|str, # A target's layer, or its name
@@ -398,7 +403,7 @@ def sparsify_layer(self:Sparsifier,
     if isinstance(layer, str): names = [k for k,t in self.targets.items() if layer in (k, t.layer)]
     else: names = [k for k,t in self.targets.items() if t.module is layer]
     if not names: raise ValueError(f"{layer!r} is no target of this sparsifier: {', '.join(list(self.targets)[:8])}")
-    _whole_number(round_to, 'round_to', 1)
+    _round_to(round_to)
     shares,old = dict.fromkeys(names, as_fraction(sparsity)),(self.context,self.round_to)
     self.context,self.round_to = as_context('local'),self.round_to if round_to is None else round_to
     try: self.update(shares, falls=True)
