@@ -143,24 +143,25 @@ def _gmp_due(a:GMP, clock:Clock)->bool:
     reached = a.curve.position(clock.batch, clock.batches)==1 and (clock.since<0 or a.curve.position(clock.since, clock.batches)!=1)
     return reached or (a.curve.stepped and a.curve.at(clock.batch, clock.batches)!=before)
 
-# %% ../nbs/07_algorithm.ipynb #c303756e
+# %% ../nbs/07_algorithm.ipynb #c3092dce
 @dataclass(frozen=True)
 class Static(Algorithm):
     "One mask for the whole run, made before the first step; `init='from_zeros'` holds a sparse network as it is"
     init:str|Callable='random'
     first_context = 'erk'
     def __post_init__(self):
-        s,from_zeros = self.sparsity,self.init=='from_zeros'
+        s = self.sparsity
         as_init(self.init)
-        if s is None and from_zeros: return
-        if s is None or isinstance(s, (bool, dict)) or not isinstance(s, (int, float)) or not 0<=s<1 or (isinstance(s, int) and s!=0):
-            raise ValueError(f"Static's sparsity is {s!r}: a float in [0, 1) is needed (the whole number 0 is taken for 0.0)"
-                             + ("; or init='from_zeros' without any" if s is None else ''))
+        if s is not None and (isinstance(s, (bool, dict)) or not isinstance(s, (int, float)) or not 0<=s<1 or (isinstance(s, int) and s!=0)):
+            raise ValueError(f"Static's sparsity is {s!r}: a float in [0, 1) is needed (the whole number 0 is taken for 0.0)")
         if self.schedule is not None or self.update is not None:
             raise ValueError("Static has one mask for the whole run: leave out schedule and update")
 
     def begin(self, sp): return sp.init_masks(self.init, self.shares(sp, Clock(0, 1, 0, 1)))
-    def shares(self, sp, clock): return dict.fromkeys(sp.targets, sp.sparsity if self.sparsity is None else float(self.sparsity))
+    def shares(self, sp, clock):
+        if self.sparsity is None and self.init!='from_zeros':
+            raise ValueError("Static has no sparsity: a float in [0, 1) is needed, or init='from_zeros' without any")
+        return dict.fromkeys(sp.targets, sp.sparsity if self.sparsity is None else float(self.sparsity))
     def due(self, sp, clock): return True
     def update_masks(self, sp, shares):
         for hook in list(sp._hooks['mask'].values()): hook(sp, '*', next(iter(shares.values())))

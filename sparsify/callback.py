@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['opt_tensors', 'SparsityMetric', 'SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #044cb812
+# %% ../nbs/09_callback.ipynb #f5614a6f
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from types import SimpleNamespace
 
 import torch
@@ -26,8 +26,8 @@ from .criteria import check_criterion, large_final
 from .granularity import check_granularity
 from .masks import n_true, zero_
 from .schedule import as_schedule, as_update
-from .sparsifier import Sparsifier
-from .targets import as_fraction, unwrap
+from .sparsifier import Masks, Sparsifier
+from .targets import as_fraction, unwrap, warn_user
 
 # %% ../nbs/09_callback.ipynb #da4e9df0
 def _chain(opt)->Iterator:
@@ -94,7 +94,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #3e518709
+# %% ../nbs/09_callback.ipynb #9db896e6
 class SparsifyCallback(Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -135,7 +135,7 @@ class SparsifyCallback(Callback):
         self.options = dict(nm=nm, round_to=round_to, layer_type=layer_type, exclude=exclude, within=model, min_keep=min_keep,
                             reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
-        self.hold,self.if_frozen = hold,frozen
+        self.hold,self.if_frozen,self.holds = hold,frozen,False
         self._now = SimpleNamespace(mode='off', leaky=False, check=False)
 
     @property
@@ -154,12 +154,14 @@ def _as_target(sparsity):
     if not sparsity: raise ValueError("sparsity is an empty dict: nothing would be pruned")
     return {k: as_fraction(v, f'sparsity of {k!r}') for k,v in sparsity.items()}
 
-# %% ../nbs/09_callback.ipynb #ec10d3e3
+# %% ../nbs/09_callback.ipynb #c43dd2ee
 def _check_algorithm(a:Algorithm, nm, round_to)->None:
     "Refuse contradictions that need no model to be seen"
     if a.context is not None: as_context(a.context)
     if isinstance(a, GMP) and a.sparsity is None and not nm and not hasattr(a.granularity, 'm'):
         raise ValueError("sparsity is missing: a fraction in [0, 1] such as 0.9, or a dict from layers to fractions")
+    if isinstance(a, Static) and a.sparsity is None and a.init!='from_zeros':
+        raise ValueError("sparsity is missing: Static needs a fraction in [0, 1), or init='from_zeros'")
     if isinstance(a.sparsity, dict) and a.context=='global':
         raise ValueError("a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict")
     if round_to is not None and (isinstance(round_to, bool) or not isinstance(round_to, int) or round_to<1):
@@ -183,13 +185,12 @@ def before_fit(self:SparsifyCallback):
         _drop_column(self.learn)
         self.learn.metrics = [*self.learn.metrics, SparsityMetric(self.learn)]
 
-# %% ../nbs/09_callback.ipynb #49bdde22
+# %% ../nbs/09_callback.ipynb #2a818286
 def _others(cb:SparsifyCallback)->list: return [o for o in cb.learn.cbs if isinstance(o, SparsifyCallback) and o is not cb]
 
 def _is_idle_holder(cb:SparsifyCallback)->bool:
     "Whether a callback only holds what another one in the learner, with the same sparsifier, looks after"
-    if not isinstance(cb.algorithm, Static) or cb.sparsifier is None: return False
-    return any(o.sparsifier is cb.sparsifier for o in _others(cb))
+    return cb.holds and any(o.sparsifier is cb.sparsifier for o in _others(cb))
 
 def _drop_column(learn:Learner)->None:
     "Take the column of sparsity out again"
@@ -239,7 +240,20 @@ def _take_over(sp:Sparsifier, old:Sparsifier|None)->None:
         m = m.to(t.param.device)
         if torch.count_nonzero(t.param.detach()[~m])==0 and torch.equal(sp.grans[k].expand(sp.grans[k].active(m)), m): sp.masks[k] = m
 
-# %% ../nbs/09_callback.ipynb #8b349adb
+# %% ../nbs/09_callback.ipynb #48a9ae54
+def _give_way(learn:Learner, holder:SparsifyCallback, names:list[str])->None:
+    "Let a holder hold what is left without `names`, or leave"
+    sp = copy(holder.sparsifier)
+    sp.targets = {k: t for k,t in sp.targets.items() if k not in names}
+    sp.followers = {k: v for k,v in sp.followers.items() if v[1] in sp.targets}
+    masks,sp.masks = sp.masks,Masks(sp.targets)
+    sp.masks.update({k: masks[k] for k in sp.targets})
+    holder.sparsifier = sp
+    if not sp.targets:
+        holder._now.mode = 'off'
+        learn.remove_cb(holder)
+
+# %% ../nbs/09_callback.ipynb #b93eddd5
 @patch
 def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
     "Two callbacks on one parameter would pull it two ways; one that only holds gives way"
@@ -247,7 +261,7 @@ def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
     for o in _others(self):
         if o.sparsifier is None or o.sparsifier is sp: continue
         both = [k for t in o.sparsifier.targets.values() if (k := mine.get(id(t.param)))]
-        if both and o.algorithm==Static(init='from_zeros') and o._now.mode!='train': self.learn.remove_cb(o)
+        if both and o.holds: _give_way(self.learn, o, both)
         elif both: raise ValueError(f"{both[0]} is sparsified by two callbacks: give each its own layers (layer_type, exclude, model)")
 
 # %% ../nbs/09_callback.ipynb #4e5b1992
@@ -266,7 +280,7 @@ def before_batch(self:SparsifyCallback):
     if a.due(sp, clock): self._clear(a.update_masks(sp, shares))
     now.since,now.fresh,now.target,now.closed = t,False,shares,clock.last
 
-# %% ../nbs/09_callback.ipynb #e230d2ea
+# %% ../nbs/09_callback.ipynb #1925313b
 @patch
 def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     "The shares that may be acted on now; a warning, once in a fit, if some may not"
@@ -274,8 +288,8 @@ def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     if not cold: return shares
     if not self._now.told:
         what = 'nothing is pruned meanwhile' if self.if_frozen=='wait' else 'they are left as they are'
-        warnings.warn(f"frozen: {', '.join(cold[:6])}{', ...' if len(cold)>6 else ''}; {what}. "
-                      "Call learn.unfreeze() to train and prune them, or exclude them", stacklevel=2)
+        warn_user(f"frozen: {', '.join(cold[:6])}{', ...' if len(cold)>6 else ''}; {what}. "
+                      "Call learn.unfreeze() to train and prune them, or exclude them")
         self._now.told = True
     return {} if self.if_frozen=='wait' else {k: s for k,s in shares.items() if k not in cold}
 
@@ -326,7 +340,7 @@ def after_step(self:SparsifyCallback):
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #5fbea72d
+# %% ../nbs/09_callback.ipynb #0438bc1d
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
@@ -338,13 +352,13 @@ def after_fit(self:SparsifyCallback):
     if not now.closed and now.target is not None:
         final = self.algorithm.shares(sp, Clock(now.batches-1, now.batches, now.steps-1, now.steps))
         if final!=now.target:
-            warnings.warn(f"training stopped after batch {now.since+1} of {now.batches}, "
-                          f"at sparsity {sp.sparsity:.4f} of {_mean(sp, final):.4f}", stacklevel=2)
+            warn_user(f"training stopped after batch {now.since+1} of {now.batches}, "
+                          f"at sparsity {sp.sparsity:.4f} of {_mean(sp, final):.4f}")
     elif now.closed and not sp.sparsity and _mean(sp, now.target)>0:
-        warnings.warn("nothing was pruned: every unit is larger than the sparsity asked allows. Choose a finer granularity", stacklevel=2)
+        warn_user("nothing was pruned: every unit is larger than the sparsity asked allows. Choose a finer granularity")
     if self.hold and not any(o.sparsifier is sp for o in _others(self)):
         holder = SparsifyCallback(algorithm=Static(init='from_zeros'))
-        holder.options,holder.sparsifier = self.options,sp
+        holder.options,holder.sparsifier,holder.holds = self.options,sp,True
         self.learn.add_cb(holder)
 
 # %% ../nbs/09_callback.ipynb #28601bd0

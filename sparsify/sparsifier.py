@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['norms_after', 'Masks', 'Sparsifier', 'Handle']
 
-# %% ../nbs/06_sparsifier.ipynb #7330f07e
+# %% ../nbs/06_sparsifier.ipynb #ccbc64c8
 import copy
 import os
-import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
 
@@ -25,7 +24,7 @@ from .context import Units, as_context, global_
 from .criteria import check_criterion, large_final, score
 from .granularity import NM, Dims, Granularity, as_granularity, as_reduce, check_granularity
 from .masks import as_init, drop, grow, has_nan, n_true, pack_bits, topk_masks, unpack_bits, zero_
-from .targets import Target, as_fraction, clean_name, spread, unwrap
+from .targets import Target, as_fraction, clean_name, spread, unwrap, warn_user
 
 # %% ../nbs/06_sparsifier.ipynb #32ff825d
 def _shadow(model:nn.Module)->nn.Module:
@@ -47,10 +46,10 @@ def _source(node, g:torch.fx.GraphModule):
     while node.op=='call_module' and isinstance(g.get_submodule(node.target), same): node = node.args[0]
     return node
 
-# %% ../nbs/06_sparsifier.ipynb #d96ac04f
+# %% ../nbs/06_sparsifier.ipynb #84f86156
 def norms_after(
     model:nn.Module, # Traced, not run and not changed
-)->tuple[dict[int,list],set[int]]: # `{id(layer): BatchNorms that normalise nothing but its output}`; ids of the layers that were traced
+)->tuple[dict[int,list],set[int]]: # `{id(layer): BatchNorms that normalize nothing but its output}`; ids of the layers that were traced
     "For each layer, the BatchNorms that are proven to follow it"
     fed,seen,rng = {},{id(model)},torch.get_rng_state()
     try: shadow = _shadow(model)
@@ -86,7 +85,7 @@ class Masks(UserDict):
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
         return mask.contiguous()
 
-# %% ../nbs/06_sparsifier.ipynb #9f4fb966
+# %% ../nbs/06_sparsifier.ipynb #7f07144f
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -113,10 +112,10 @@ class Sparsifier:
         if isinstance(sparsity, dict) and self.context is global_:
             raise ValueError("a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict")
         self.layer_type,self.exclude,self.within,self.updates,self.memory = layer_type,exclude,within,0,{}
+        self._trusted = False
         targets,self.shares,skipped = spread(sparsity, model, layer_type, exclude, within)
         self.model,(self.targets,self.grans) = unwrap(model),_bind(targets, self.granularity, skipped)
         _check_room(self.grans, self.min_keep)
-        _try_criterion(criteria, self.targets)
         self.masks = Masks(self.targets)
         for k,t in self.targets.items(): self.masks[k] = torch.ones_like(t.param, dtype=torch.bool, memory_format=torch.contiguous_format)
         wants = getattr(criteria, 'needs', ())
@@ -144,7 +143,7 @@ def _nm(granularity, nm):
     if isinstance(nm, NM): return nm
     raise TypeError(f"nm is {nm!r}: True (2:4), False or NM(n, m) is needed")
 
-# %% ../nbs/06_sparsifier.ipynb #acc2fa7e
+# %% ../nbs/06_sparsifier.ipynb #7be4cced
 def _whole_number(x, name:str, least:int=0):
     "`x`, if it is a whole number of at least `least`"
     if isinstance(x, bool) or not isinstance(x, int) or x<least:
@@ -157,13 +156,7 @@ def _check_room(grans:dict[str,Granularity], min_keep:int)->None:
     "Refuse a `min_keep` that no layer can go below, and name the layers that cannot"
     full = [k for k,g in grans.items() if min_keep and g.n<=min_keep]
     if grans and len(full)==len(grans): raise ValueError(f"min_keep={min_keep} keeps every unit of every layer: nothing could be pruned")
-    if full: warnings.warn(f"never pruned, with min_keep={min_keep}: {', '.join(full)}", stacklevel=3)
-
-def _try_criterion(criteria:Callable, targets:dict[str,Target])->None:
-    "Run a criterion once on a copy of the smallest target, so that it fails before anything is changed"
-    t = min(targets.values(), key=lambda t: t.param.numel())
-    w = t.param.detach().clone()
-    score(criteria, w, init=w.clone(), previous=w.clone(), generator=torch.Generator().manual_seed(0))
+    if full: warn_user(f"never pruned, with min_keep={min_keep}: {', '.join(full)}")
 
 # %% ../nbs/06_sparsifier.ipynb #4a9f976e
 def _min_keep(min_keep, granularity, context)->int:
@@ -174,7 +167,7 @@ def _min_keep(min_keep, granularity, context)->int:
         raise ValueError("granularity 'layer' ranks whole layers against each other: it needs context='global'")
     return 0
 
-# %% ../nbs/06_sparsifier.ipynb #3bff86f2
+# %% ../nbs/06_sparsifier.ipynb #23101201
 def _bind(targets:dict[str,Target], granularity, skipped:dict[str,str])->tuple[dict,dict]:
     "The granularity of each target; those that do not fit are skipped by name, or refused if they were named"
     kept,grans,skipped = {},{},dict(skipped)
@@ -188,7 +181,7 @@ def _bind(targets:dict[str,Target], granularity, skipped:dict[str,str])->tuple[d
         else: kept[k],grans[k] = t,g
     why = '; '.join(f'{k}: {v}' for k,v in skipped.items())
     if targets and not kept: raise ValueError(f"nothing is left to prune. Skipped: {why}")
-    if skipped: warnings.warn(f"not pruned: {why}", stacklevel=4)
+    if skipped: warn_user(f"not pruned: {why}")
     return kept,grans
 
 # %% ../nbs/06_sparsifier.ipynb #9b81124e
@@ -197,7 +190,7 @@ def _is_output(g:Granularity, m:nn.Module)->bool:
     if not isinstance(g, Dims) or not isinstance(m, (_ConvNd, nn.Linear)): return False
     return set(g.dims)==set(range(len(g.shape)))-{int(isinstance(m, _ConvTransposeNd))}
 
-# %% ../nbs/06_sparsifier.ipynb #66032da8
+# %% ../nbs/06_sparsifier.ipynb #88d6319b
 def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
     "Biases, and weights and biases of BatchNorms, that go with whole outputs: `{name: (where, the target they follow)}`"
     outs = {k: t for k,t in sp.targets.items() if t.attr=='weight' and _is_output(sp.grans[k], t.module)}
@@ -214,11 +207,10 @@ def _followers(sp:Sparsifier)->dict[str,tuple[Target,str]]:
                 name = f'{names[id(m)]}.{a}'.lstrip('.')
                 if m._parameters.get(a) is not None and m._parameters[a].numel()==n: found[name] = (Target(name, m, a), k)
     for layers,why in ((lost, 'the graph around it cannot be traced'), (mute, 'it has no weight and bias for each output')):
-        if layers: warnings.warn(f"a BatchNorm that follows {', '.join(layers)} is left as it is, and lets a pruned output be heard: {why}",
-                                 stacklevel=4)
+        if layers: warn_user(f"a BatchNorm that follows {', '.join(layers)} is left as it is, and lets a pruned output be heard: {why}")
     return found
 
-# %% ../nbs/06_sparsifier.ipynb #5fe81c29
+# %% ../nbs/06_sparsifier.ipynb #640cbdd4
 @patch
 def report(self:Sparsifier):
     "A DataFrame of the layers and their total: weights, those pruned by the mask, those that are zero, and units if larger"
@@ -226,7 +218,7 @@ def report(self:Sparsifier):
     rows = []
     for k,t in self.targets.items():
         g,m,n = self.grans[k],self.masks[k],t.param.numel()
-        row = dict(layer=t.name, type=type(t.module).__name__, shape='×'.join(map(str, t.param.shape)),
+        row = dict(layer=k.removesuffix('.weight'), type=type(t.module).__name__, shape='×'.join(map(str, t.param.shape)),
                    weights=n, pruned=n-n_true(m), zeros=n-int(torch.count_nonzero(t.param.detach())))
         if g.size>1: row |= dict(units=g.n*g.rows, units_pruned=g.n*g.rows-n_true(g.active(m)))
         rows.append(row)
@@ -260,7 +252,7 @@ def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.all_masks(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #1ab6f30d
+# %% ../nbs/06_sparsifier.ipynb #1792bb3c
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
@@ -269,7 +261,7 @@ def set_masks(self:Sparsifier,
     new = {k: self.masks.checked(k, m) for k,m in new.items()}
     for k,m in new.items(): self.masks[k] = m
     dead = [self.targets[k].layer for k in new if not n_true(self.masks[k])]
-    if dead: warnings.warn(f"nothing is left of {', '.join(dead)}: no signal passes there any more", stacklevel=3)
+    if dead: warn_user(f"nothing is left of {', '.join(dead)}: no signal passes there any more")
     self.apply_masks()
     self.updates += 1
     for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
@@ -283,7 +275,7 @@ def _generator(self:Sparsifier, name:str)->torch.Generator:
     state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name)]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state>>np.uint64(1)))
 
-# %% ../nbs/06_sparsifier.ipynb #45723d4f
+# %% ../nbs/06_sparsifier.ipynb #490f4c38
 @patch
 def scores(self:Sparsifier,
     name:str, # Of a target
@@ -292,7 +284,8 @@ def scores(self:Sparsifier,
     t,g = self.targets[name],self.grans[name]
     given = {k: r[name] for k,r in self.refs.items()}
     if 'generator' in getattr(self.criteria, 'needs', ()): given['generator'] = self._generator(name)
-    s = score(self.criteria, t.param, **given)
+    s = score(self.criteria, t.param if self._trusted else t.param.detach().clone(), **given)
+    self._trusted = True      # the first time it was given a copy, in case it writes to what it is given
     u = g.reduce(s, self.reduce)
     if has_nan(u):
         bad = s if has_nan(s) else u
@@ -410,12 +403,12 @@ def sparsify_layer(self:Sparsifier,
     finally: self.context,self.round_to = old
     return self
 
-# %% ../nbs/06_sparsifier.ipynb #bb961bb3
+# %% ../nbs/06_sparsifier.ipynb #5811ac3a
 def _warn_nm(nm:NM, sparsity)->None:
     "Say so when N:M and the sparsity asked contradict each other"
     values = set(sparsity.values()) if isinstance(sparsity, dict) else {sparsity}
     if values-{nm.sparsity, None}:
-        warnings.warn(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}", stacklevel=4)
+        warn_user(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}")
 
 # %% ../nbs/06_sparsifier.ipynb #75dca81b
 @patch

@@ -56,7 +56,7 @@ def test_tracing_leaves_no_trace():
 
 def test_criterion_in_place():
     net,kw = linear(4, 4)
-    assert 'in place' in same_after(net, lambda: Sparsifier(net, criteria=lambda w: w.abs_(), **kw), ValueError)
+    assert 'in place' in same_after(net, lambda: Sparsifier(net, criteria=lambda w: w.abs_(), **kw).sparsify_model(.5), ValueError)
 
 
 @pytest.mark.parametrize('side', ['in', 'out'])
@@ -162,7 +162,7 @@ def test_refused(kw, says):
 def test_refused_elsewhere():
     for f in (lambda: Sparsifier('a'), lambda: Sparsifier(nn.Sequential(nn.Linear(2, 2)), layer_type=nn.Conv2d(1, 1, 1)), lambda: n_pruned(10, 'a'),
               lambda: n_pruned(10, True), lambda: add_granularity('x', {nn.Conv2d: 3}), lambda: add_granularity('x', {nn.Conv2d: ('a',)}),
-              lambda: Sparsifier(nn.Sequential(nn.Linear(2, 2)), layer_type=nn.Linear, criteria=lambda w: w+1j)):
+              lambda: Sparsifier(nn.Sequential(nn.Linear(2, 2)), layer_type=nn.Linear, criteria=lambda w: w+1j).sparsify_model(.5)):
         with pytest.raises(TypeError): f()
     assert 'row' in granularity_names(nn.LSTM(2, 2))
     with pytest.raises(ValueError, match='meta'): Sparsifier(nn.Sequential(nn.Linear(2, 2, device='meta')), layer_type=nn.Linear)
