@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Clock', 'Algorithm', 'GMP', 'Static']
 
-# %% ../nbs/07_algorithm.ipynb #2012d730
+# %% ../nbs/07_algorithm.ipynb #f0db4e30
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .granularity import NM, Grouped
 from .masks import as_init
 from .schedule import At, Cycling, Every, Schedule, StepSchedule, as_schedule, as_step_schedule, as_update, sched_agp
 from .sparsifier import Sparsifier
-from .targets import as_fraction
+from .targets import as_fraction, warn_user
 
 # %% ../nbs/07_algorithm.ipynb #91a3494c
 class Clock(NamedTuple):
@@ -84,13 +84,14 @@ def _check_update(update, steps:int)->None:
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
     if first>=steps: raise ValueError(f"the first update is due at step {first}, but the fit ends after {steps}")
 
-# %% ../nbs/07_algorithm.ipynb #5d79792c
+# %% ../nbs/07_algorithm.ipynb #28aed62b
 @dataclass(frozen=True)
 class GMP(Algorithm):
     "Gradual magnitude pruning: keep the largest |w| at a sparsity that rises ([Zhu & Gupta 2017](https://arxiv.org/abs/1710.01878))"
     def __post_init__(self):
         s = self.sparsity
         if isinstance(s, StepSchedule) or isinstance(s, (list, tuple)) or callable(s) or (isinstance(s, dict) and 'type' in s):
+            if isinstance(s, (list, tuple)): s = [as_fraction(o, 'a sparsity of the list') for o in s]
             object.__setattr__(self, 'sparsity', as_step_schedule(s))
             if self.schedule is not None: raise ValueError(f"sparsity={s!r} is a function of the step already: leave out the schedule")
         elif s is not None and not isinstance(s, dict): object.__setattr__(self, 'sparsity', as_fraction(s))
@@ -143,7 +144,7 @@ def _gmp_due(a:GMP, clock:Clock)->bool:
     reached = a.curve.position(clock.batch, clock.batches)==1 and (clock.since<0 or a.curve.position(clock.since, clock.batches)!=1)
     return reached or (a.curve.stepped and a.curve.at(clock.batch, clock.batches)!=before)
 
-# %% ../nbs/07_algorithm.ipynb #c3092dce
+# %% ../nbs/07_algorithm.ipynb #c526c1d0
 @dataclass(frozen=True)
 class Static(Algorithm):
     "One mask for the whole run, made before the first step; `init='from_zeros'` holds a sparse network as it is"
@@ -163,6 +164,11 @@ class Static(Algorithm):
             raise ValueError("Static has no sparsity: a float in [0, 1) is needed, or init='from_zeros' without any")
         return dict.fromkeys(sp.targets, sp.sparsity if self.sparsity is None else float(self.sparsity))
     def due(self, sp, clock): return True
+    def check(self, sp, steps):
+        if self.init!='from_zeros': return sp.check(self.shares(sp, Clock(0, 1, 0, 1)))
+        if all(bool((t.param!=0).all()) for t in sp.targets.values()):
+            warn_user(f"there is no zero in {', '.join(list(sp.targets)[:6])}: nothing is held. Load or prune the sparse weights first")
+
     def update_masks(self, sp, shares):
         for hook in list(sp._hooks['mask'].values()): hook(sp, '*', next(iter(shares.values())))
         return []

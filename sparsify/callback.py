@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['opt_tensors', 'SparsityMetric', 'SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #f5614a6f
+# %% ../nbs/09_callback.ipynb #bdbca174
 import math
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -23,7 +23,7 @@ from torch import Tensor
 from .algorithm import GMP, Algorithm, Clock, Static
 from .context import as_context
 from .criteria import check_criterion, large_final
-from .granularity import check_granularity
+from .granularity import NM, check_granularity
 from .masks import n_true, zero_
 from .schedule import as_schedule, as_update
 from .sparsifier import Masks, Sparsifier
@@ -94,7 +94,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #9db896e6
+# %% ../nbs/09_callback.ipynb #02955d0a
 class SparsifyCallback(Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -126,12 +126,14 @@ class SparsifyCallback(Callback):
         if algorithm is not None and not isinstance(algorithm, Algorithm):
             raise TypeError(f"algorithm is {algorithm!r}: an Algorithm such as GMP() or Static(.9) is needed")
         check_granularity(granularity); check_criterion(criteria)
+        if not isinstance(hold, bool): raise TypeError(f"hold is {hold!r}: True or False is needed")
         if frozen not in ('wait', 'skip'): raise ValueError(f"frozen is {frozen!r}: 'wait' or 'skip' is needed")
         if update is not None: as_update(update)
         given = dict(sparsity=_as_target(sparsity), schedule=None if schedule is None else as_schedule(schedule),
                      update=update, context=context, granularity=None if granularity=='weight' else granularity, criteria=None if criteria is large_final else criteria)
         self.algorithm = (algorithm or GMP()).fill_in(**given)
         _check_algorithm(self.algorithm, nm, round_to)
+        _warn_nm(self.algorithm, nm)
         self.options = dict(nm=nm, round_to=round_to, layer_type=layer_type, exclude=exclude, within=model, min_keep=min_keep,
                             reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
@@ -142,7 +144,7 @@ class SparsifyCallback(Callback):
     def learn(self): return self.__dict__.get('_learn')
     @learn.setter
     def learn(self, learn):
-        if learn is None and self.learn is not None: _drop_column(self.learn)
+        if learn is None and self.learn is not None and not _others(self): _drop_column(self.learn)
         self.__dict__['_learn'] = learn
 
 # %% ../nbs/09_callback.ipynb #cefdd5c4
@@ -154,7 +156,14 @@ def _as_target(sparsity):
     if not sparsity: raise ValueError("sparsity is an empty dict: nothing would be pruned")
     return {k: as_fraction(v, f'sparsity of {k!r}') for k,v in sparsity.items()}
 
-# %% ../nbs/09_callback.ipynb #c43dd2ee
+# %% ../nbs/09_callback.ipynb #c5320649
+def _warn_nm(a:Algorithm, nm)->None:
+    "Say so when N:M and the target contradict each other: the pattern wins"
+    g = NM(2, 4) if nm is True else nm if isinstance(nm, NM) else a.granularity
+    if isinstance(g, NM) and isinstance(a.sparsity, float) and a.sparsity!=g.sparsity:
+        warn_user(f"{g.n}:{g.m} leaves {g.n} of every {g.m} weights: the target is {g.sparsity:g}, not {a.sparsity:g}")
+
+# %% ../nbs/09_callback.ipynb #e7836c6d
 def _check_algorithm(a:Algorithm, nm, round_to)->None:
     "Refuse contradictions that need no model to be seen"
     if a.context is not None: as_context(a.context)
@@ -163,7 +172,7 @@ def _check_algorithm(a:Algorithm, nm, round_to)->None:
     if isinstance(a, Static) and a.sparsity is None and a.init!='from_zeros':
         raise ValueError("sparsity is missing: Static needs a fraction in [0, 1), or init='from_zeros'")
     if isinstance(a.sparsity, dict) and a.context=='global':
-        raise ValueError("a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict")
+        raise ValueError(f"sparsity={a.sparsity!r}: a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict, or leave it out")
     if round_to is not None and (isinstance(round_to, bool) or not isinstance(round_to, int) or round_to<1):
         raise ValueError(f"round_to is {round_to!r}: a whole number of units, 1 or more, is needed")
     if round_to is not None and a.context=='global':
@@ -197,7 +206,7 @@ def _drop_column(learn:Learner)->None:
     left = [m for m in learn.metrics if not isinstance(m, SparsityMetric)]
     if len(left)<len(learn.metrics): learn.metrics = left
 
-# %% ../nbs/09_callback.ipynb #09fb54b0
+# %% ../nbs/09_callback.ipynb #ea5a7008
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
@@ -217,6 +226,7 @@ def before_train(self:SparsifyCallback):
         _take_over(sp, self.__dict__.pop('_before', None))
         if not sp.sparsity: self.algorithm.begin(sp)
     sp.apply_masks()
+    sp.held = True
     self._clear(sp.targets)
 
 # %% ../nbs/09_callback.ipynb #efc41d29
@@ -253,7 +263,7 @@ def _give_way(learn:Learner, holder:SparsifyCallback, names:list[str])->None:
         holder._now.mode = 'off'
         learn.remove_cb(holder)
 
-# %% ../nbs/09_callback.ipynb #b93eddd5
+# %% ../nbs/09_callback.ipynb #a1195c10
 @patch
 def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
     "Two callbacks on one parameter would pull it two ways; one that only holds gives way"
@@ -261,8 +271,10 @@ def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
     for o in _others(self):
         if o.sparsifier is None or o.sparsifier is sp: continue
         both = [k for t in o.sparsifier.targets.values() if (k := mine.get(id(t.param)))]
-        if both and o.holds: _give_way(self.learn, o, both)
-        elif both: raise ValueError(f"{both[0]} is sparsified by two callbacks: give each its own layers (layer_type, exclude, model)")
+        if both and o.holds:
+            _give_way(self.learn, o, both)
+            self.hold = True
+        elif both: raise ValueError(f"{both[0]} is sparsified by two callbacks, perhaps one in learn.cbs (learn.remove_cb takes it out) and one given to fit: give each its own layers (layer_type, exclude, model)")
 
 # %% ../nbs/09_callback.ipynb #4e5b1992
 @patch
@@ -280,7 +292,7 @@ def before_batch(self:SparsifyCallback):
     if a.due(sp, clock): self._clear(a.update_masks(sp, shares))
     now.since,now.fresh,now.target,now.closed = t,False,shares,clock.last
 
-# %% ../nbs/09_callback.ipynb #1925313b
+# %% ../nbs/09_callback.ipynb #11072d3a
 @patch
 def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     "The shares that may be acted on now; a warning, once in a fit, if some may not"
@@ -289,7 +301,8 @@ def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     if not self._now.told:
         what = 'nothing is pruned meanwhile' if self.if_frozen=='wait' else 'they are left as they are'
         warn_user(f"frozen: {', '.join(cold[:6])}{', ...' if len(cold)>6 else ''}; {what}. "
-                      "Call learn.unfreeze() to train and prune them, or exclude them")
+                      "fine_tune unfreezes them in its second part; otherwise call learn.unfreeze(), or exclude them, "
+                      "or pass frozen='skip' to prune the others now")
         self._now.told = True
     return {} if self.if_frozen=='wait' else {k: s for k,s in shares.items() if k not in cold}
 
@@ -340,13 +353,14 @@ def after_step(self:SparsifyCallback):
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #0438bc1d
+# %% ../nbs/09_callback.ipynb #271a017d
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
     if self.learn.lock.locked(): return
     now,sp = self._now,self.sparsifier
     mode,now.mode = now.mode,'off'
+    if sp is not None: sp.held = False
     _drop_column(self.learn)
     if mode!='train': return
     if not now.closed and now.target is not None:
@@ -355,7 +369,7 @@ def after_fit(self:SparsifyCallback):
             warn_user(f"training stopped after batch {now.since+1} of {now.batches}, "
                           f"at sparsity {sp.sparsity:.4f} of {_mean(sp, final):.4f}")
     elif now.closed and not sp.sparsity and _mean(sp, now.target)>0:
-        warn_user("nothing was pruned: every unit is larger than the sparsity asked allows. Choose a finer granularity")
+        warn_user("nothing was pruned: every unit is larger than the sparsity asked allows. Choose context='local' or a finer granularity")
     if self.hold and not any(o.sparsifier is sp for o in _others(self)):
         holder = SparsifyCallback(algorithm=Static(init='from_zeros'))
         holder.options,holder.sparsifier,holder.holds = self.options,sp,True

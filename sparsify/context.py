@@ -52,9 +52,9 @@ def local(
     "Each layer at its own sparsity"
     return Kept({k: n_kept(u.n, sparsity[k], min_keep, multiple) for k,u in units.items()})
 
-# %% ../nbs/04_context.ipynb #85c39649
-def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple=None)->int:
-    "How many weights a global ranking keeps in all, checked before anything is scored"
+# %% ../nbs/04_context.ipynb #47f8e60f
+def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple=None, strict=True)->int:
+    "How many weights a ranking keeps in all; where `min_keep` does not let so many go, an error, or if not `strict` as many as it lets"
     asked = sorted(set(sparsity.values()))
     if len(asked)>1: raise ValueError(f"context 'global' has one budget, but the layers were given {asked}: use context='local'")
     if multiple is not None:
@@ -63,6 +63,7 @@ def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1,
     if grouped: raise ValueError(f"{grouped[0]} has balanced groups (N:M or Grouped), whose share is fixed: use context='local'")
     n,s = sum(u.weights for u in units.values()),next(iter(sparsity.values()))
     most = sum((u.n-min(u.n, min_keep))*u.size for u in units.values())
+    if s<1 and n_pruned(n, s)>most and not strict: return n-most
     if s<1 and n_pruned(n, s)>most:
         raise ValueError(f"sparsity {s} prunes {n_pruned(n, s)} of {n} weights, but with min_keep={min_keep} in each of "
                          f"{len(units)} layers only {most} can go: ask for {math.floor(most/n*1e4)/1e4:g} at most, or pass min_keep=0")
@@ -90,14 +91,15 @@ def _ranked_by_weight(units:dict[str,Units], n_keep:int)->Kept:
     lost = np.bincount(layer[gone], minlength=len(units))
     return Kept({k: u.n-int(l) for (k,u),l in zip(units.items(), lost)})
 
-# %% ../nbs/04_context.ipynb #341738d5
+# %% ../nbs/04_context.ipynb #eae48d10
 def global_(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple:int|None=None)->Kept:
     "One ranking for all layers: only the total is given (arguments as in `local`)"
-    n_keep = _total_keep(units, sparsity, min_keep, multiple)
+    n_keep = _total_keep(units, sparsity, min_keep, multiple, strict=False)
     if n_keep==sum(u.active*u.size for u in units.values()): return Kept({k: u.active for k,u in units.items()})
     if next(iter(sparsity.values()))==1: return Kept({k: 0 for k in units})
-    floor,poor,grows = {},{},n_keep>sum(u.active*u.size for u in units.values())
+    grows = n_keep>sum(u.active*u.size for u in units.values())
     least = {k: min(min_keep, u.n if grows else u.active) for k,u in units.items()}
+    floor,poor = {k: u.active for k,u in units.items() if not grows and u.active<=least[k]},{}
     while True:
         floor.update(poor)
         rest,left = {k: u for k,u in units.items() if k not in floor},n_keep-sum(n*units[k].size for k,n in floor.items())
@@ -140,20 +142,29 @@ def _whole(real:dict[str,float], most:dict[str,int], least:int)->dict[str,int]:
             if missing and min(least, most[o])<=k[o]+step<=most[o]: k[o],missing = k[o]+step,missing-step
     return k
 
-# %% ../nbs/04_context.ipynb #3e9c1a3b
+# %% ../nbs/04_context.ipynb #006af9b0
+def _ungrouped(units:dict[str,Units])->dict[str,Units]:
+    "The units as if all of a layer competed: what is reachable in all does not depend on groups"
+    return {k: Units(k, u.shape, u.rows*u.n, u.size, 1, u.active, u.score) for k,u in units.items()}
+
+# %% ../nbs/04_context.ipynb #d983fbcc
 def erk(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple:int|None=None, kernel:bool=True)->Kept:
     "Erdős–Rényi kernel: density by shape, the total exact for single weights (arguments as in `local`)"
     if len(set(sparsity.values()))>1: raise ValueError("er and erk share one sparsity: use context='local' for a sparsity of each layer")
     if multiple is not None: raise ValueError("round_to needs context='local': rounding each layer would miss the total")
     s = next(iter(sparsity.values()))
-    if s<1: _total_keep({k: Units(k, u.shape, u.rows*u.n, u.size, 1, u.active, u.score) for k,u in units.items()}, sparsity, min_keep)
+    if s<1: s = max(0., 1-_total_keep(_ungrouped(units), sparsity, min_keep, strict=False)/sum(u.weights for u in units.values()))
     d = er_densities({k: u.shape for k,u in units.items()}, s, kernel)
     if any(u.size*u.rows>1 for u in units.values()) or s==1:
         return Kept({k: n_kept(u.n, max(0., 1-d[k]), min_keep if s<1 else 0) for k,u in units.items()})
     return Kept(_whole({k: d[k]*u.n for k,u in units.items()}, {k: u.n for k,u in units.items()}, min_keep))
 
-# %% ../nbs/04_context.ipynb #916e25a4
+def _check_er(units, sparsity, min_keep=1, multiple=None): return _total_keep(_ungrouped(units), sparsity, min_keep, multiple)
+erk.check = _check_er
+
+# %% ../nbs/04_context.ipynb #54034fb8
 er = partial(erk, kernel=False)
+er.check = _check_er
 er.__doc__ = "Erdős–Rényi: density by the numbers of inputs and outputs alone (arguments as in `local`)"
 
 # %% ../nbs/04_context.ipynb #18b57753

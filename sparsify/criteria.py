@@ -109,11 +109,12 @@ def updating_movmag(w:Tensor, *, previous:Tensor)->Tensor:
     "Keep what is large and has moved since the layer's last update, |w·(w - w₋₁)|"
     return (w*(w-previous)).abs()
 
-# %% ../nbs/03_criteria.ipynb #33f25bf0
+# %% ../nbs/03_criteria.ipynb #dde02ee9
 def check_criterion(criterion:Callable)->None:
     "Refuse what is not a function, or needs what cannot be given, before any model is known"
     if not callable(criterion):
-        raise TypeError(f"criteria is {criterion!r}: a function from a weight to scores is needed, such as large_final")
+        raise TypeError(f"criteria is {criterion!r}: a function from a weight to scores is needed, such as large_final (magnitude), "
+                        "squared_final, movement, random_scores, without quotes")
     wanted = _wants(criterion)
     bad = [n for n in wanted if n not in _known]
     if bad: raise ValueError(f"{_name(criterion)} needs {bad[0]!r}, which cannot be given: {', '.join(_known)} can")

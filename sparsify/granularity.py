@@ -216,13 +216,15 @@ def as_granularity(
     if dims is None: raise ValueError(_unknown(granularity, module, len(shape)))
     return Dims(shape, sorted({0:1, 1:0}.get(d, d) for d in dims) if swap else dims)
 
-# %% ../nbs/02_granularity.ipynb #fd4af9b4
+# %% ../nbs/02_granularity.ipynb #0eb59a12
 def _unknown(granularity:str, module:nn.Module|None, ndim:int)->str:
     "What to say of a name that a layer does not have"
     names = granularity_names(module, ndim)
     near = difflib.get_close_matches(granularity, names, 1)
+    hint = f": did you mean {near[0]!r}?" if near else '.'
+    if module is None and ndim==4: return f"granularity is {granularity!r}{hint} A convolution has: {', '.join(names)}; and there are Blocks, Grouped, NM"
     layer = f"a {type(module).__name__}" if module is not None else f"a weight of {ndim} dimensions"
-    return f"{layer} has no granularity {granularity!r}{f', did you mean {near[0]!r}?' if near else ''}. It has: {', '.join(names)}"
+    return f"{layer} has no granularity {granularity!r}{hint} It has: {', '.join(names)}"
 
 # %% ../nbs/02_granularity.ipynb #30cf7608
 def check_granularity(granularity)->None:

@@ -85,7 +85,7 @@ def _sample(
         out.append(a[i] if among is None else a[i[among[j][i]]])
     return np.sort(np.concatenate(out))
 
-# %% ../nbs/00_masks.ipynb #d5933d0d
+# %% ../nbs/00_masks.ipynb #008a6184
 def _between(
     arrays:Sequence[np.ndarray], # Flat arrays
     among:Sequence[np.ndarray]|None, # Bool, the entries that count; None is all
@@ -100,7 +100,7 @@ def _between(
             above,top = x>lo,x>=hi
             if among is not None: above &= among[j][i:i+_chunk]; top &= above
             gt,ge = gt+np.count_nonzero(above),ge+np.count_nonzero(top)
-            inner.append(x[np.flatnonzero(above & ~top)])
+            inner.append(x[np.flatnonzero(above ^ top)])
     return gt,ge,np.concatenate(inner)
 
 # %% ../nbs/00_masks.ipynb #bf3a2317
@@ -134,7 +134,7 @@ def _count_ge(arrays, among, x)->int:
 # %% ../nbs/00_masks.ipynb #ccfffa8c
 def _flat(tensors:Sequence[Tensor])->list[np.ndarray]: return [t.detach().reshape(-1).numpy() for t in tensors]
 
-# %% ../nbs/00_masks.ipynb #fa280767
+# %% ../nbs/00_masks.ipynb #d262e6fd
 def kth_largest(
     scores:Sequence[Tensor], # Any number of tensors, of any shapes, which compete together. No NaN
     k:int, # Rank, from 1 (the largest) to the number of entries
@@ -143,6 +143,11 @@ def kth_largest(
     "The value of the `k`-th largest entry of all `scores` together, without joining them"
     n = sum(s.numel() for s in scores) if among is None else sum(map(n_true, among))
     if not 1<=k<=n: raise ValueError(f"k is {k}: there are {n} scores, so a rank from 1 to {n} is needed")
+    return _cut(scores, k, among, n)
+
+# %% ../nbs/00_masks.ipynb #4749fc81
+def _cut(scores, k:int, among, n:int)->float:
+    "`kth_largest` of the `n` entries that count, on the CPU by NumPy and elsewhere by torch"
     if scores[0].device.type=='cpu': return float(_kth_largest(_flat(scores), None if among is None else _flat(among), k, n))
     return torch.cat([s.flatten() if among is None else s[among[j]] for j,s in enumerate(scores)]).kthvalue(n-k+1).values.item()
 
@@ -193,7 +198,7 @@ def _check_keep(n_keep:int, n:int, what='n_keep')->None:
     if isinstance(n_keep, bool) or not isinstance(n_keep, (int, np.integer)) or not 0<=n_keep<=n:
         raise ValueError(f"{what} is {n_keep!r}: a whole number from 0 to {n} is needed (`n_kept` makes one from a fraction)")
 
-# %% ../nbs/00_masks.ipynb #4eab8d54
+# %% ../nbs/00_masks.ipynb #24533959
 def topk_masks(
     scores:Sequence[Tensor], # Tensors that compete together, higher = keep
     n_keep:int, # How many entries to keep in all of them together
@@ -206,7 +211,7 @@ def topk_masks(
     _check_keep(n_keep, n)
     if n_keep==n and among is not None: return [m.clone() for m in among]
     if n_keep in (0, n): return [torch.full(s.shape, n_keep>0, dtype=torch.bool, device=s.device) for s in scores]
-    cut = kth_largest(scores, n_keep, among)
+    cut = _cut(scores, n_keep, among, n)
     masks = [_at_least(s, cut, None if among is None else among[i]) for i,s in enumerate(scores)]
     _settle(masks, scores, cut, sum(map(n_true, masks))-n_keep)
     return masks

@@ -85,7 +85,7 @@ class Masks(UserDict):
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
         return mask.contiguous()
 
-# %% ../nbs/06_sparsifier.ipynb #7f07144f
+# %% ../nbs/06_sparsifier.ipynb #e9f2856f
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -112,7 +112,7 @@ class Sparsifier:
         if isinstance(sparsity, dict) and self.context is global_:
             raise ValueError("a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict")
         self.layer_type,self.exclude,self.within,self.updates,self.memory = layer_type,exclude,within,0,{}
-        self._trusted = False
+        self._trusted,self.held = False,False      # held: the weights obey the masks at every update, as in the callback's fit
         targets,self.shares,skipped = spread(sparsity, model, layer_type, exclude, within)
         self.model,(self.targets,self.grans) = unwrap(model),_bind(targets, self.granularity, skipped)
         _check_room(self.grans, self.min_keep)
@@ -252,21 +252,34 @@ def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.all_masks(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #1792bb3c
+# %% ../nbs/06_sparsifier.ipynb #13e79608
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
 )->None:
     "Put these masks in the place of the old ones and apply them; a layer that loses all its weights is named in a warning"
     new = {k: self.masks.checked(k, m) for k,m in new.items()}
+    old = {k: self.masks[k] for k in new}
     for k,m in new.items(): self.masks[k] = m
     dead = [self.targets[k].layer for k in new if not n_true(self.masks[k])]
     if dead: warn_user(f"nothing is left of {', '.join(dead)}: no signal passes there any more")
-    self.apply_masks()
+    if self.held and not self.followers: self._zero_new(old)
+    else: self.apply_masks()
     self.updates += 1
     for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
     for k in new:
         for hook in list(self._hooks['mask'].values()): hook(self, k, 1-n_true(self.masks[k])/self.masks[k].numel())
+
+# %% ../nbs/06_sparsifier.ipynb #b8a76194
+@patch
+def _zero_new(self:Sparsifier, old:dict[str,Tensor])->None:
+    "Zero only what `old` masks kept and the new ones prune: enough while all else is zero already"
+    for k,m in old.items():
+        w,new = self.targets[k].param,self.masks[k]
+        if w.device.type=='cpu' and w.is_contiguous():
+            gone = np.flatnonzero((m.numpy() > new.numpy()).reshape(-1))
+            w.detach().view(-1).index_fill_(0, torch.from_numpy(gone), 0)
+        else: w.detach().masked_fill_(m & ~new, 0)
 
 # %% ../nbs/06_sparsifier.ipynb #9f2c05f4
 @patch

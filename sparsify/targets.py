@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parameter import Parameter, UninitializedParameter, is_lazy
 
-# %% ../nbs/05_targets.ipynb #5a50516c
+# %% ../nbs/05_targets.ipynb #3370f005
 def warn_user(
     message:str,
     category:type=UserWarning,
@@ -28,7 +28,7 @@ def warn_user(
     frame,level = sys._getframe(1),2
     while frame.f_back and (frame.f_code.co_filename=='<string>' or frame.f_globals.get('__name__', '').partition('.')[0] in _ours):
         frame,level = frame.f_back,level+1
-    warnings.warn(message, category, stacklevel=level-1)
+    warnings.warn(message, category, stacklevel=level)
 
 _ours = ('sparsify', 'fastai', 'fastcore', 'contextlib', 'torch')
 
@@ -146,7 +146,7 @@ def _match_name(
     if own and not any(True for _ in m.children()): return (2, len(key)),own
     return (1, len(key)),own+[n for n,t in params.items() if n not in own and n.startswith(key+'.') and among(t)]
 
-# %% ../nbs/05_targets.ipynb #f29ce42d
+# %% ../nbs/05_targets.ipynb #40dca6c2
 def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn.Module], types=())->str:
     "What to say of a name that matches no parameter that can be chosen"
     if isinstance(key, str) and key in layers and _computed(layers[key]):
@@ -158,23 +158,25 @@ def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn
             kinds = {type(t.module).__name__: t.layer for t in held}
             return (f"{key!r} holds no {' or '.join(o.__name__ for o in types) or 'weight that can be sparse'}; it holds "
                     f"{', '.join(f'{k} ({v!r})' for k,v in kinds.items())}: name the layer itself, or pass its type as layer_type")
+    if isinstance(key, str) and key in layers and any(True for _ in layers[key].parameters()):
+        return f"{key!r} matches no weight that can be sparse: it is a {type(layers[key]).__name__}, whose parameters have one dimension"
     names = [t.layer for t in params.values() if t.param.ndim>1]
     near = difflib.get_close_matches(str(key), list(layers)+list(params), 3)
     hint = f"Near names: {', '.join(map(repr, near))}. " if near else ''
     return (f"{key!r} matches no weight of this {type(model).__name__}. {hint}"
             f"Layers with weights: {', '.join(dict.fromkeys(names[:12]))}{', ...' if len(set(names))>12 else ''}")
 
-# %% ../nbs/05_targets.ipynb #d7a2c193
-def _split(which)->tuple[tuple,list]:
+# %% ../nbs/05_targets.ipynb #c3ef9795
+def _split(which, name='layer_type')->tuple[tuple,list]:
     "Layer types, and the other ways to choose"
     items = list(which) if isinstance(which, (tuple, list, set)) else [which]
     types = tuple(o for o in items if isinstance(o, type) and issubclass(o, nn.Module))
     rest = [o for o in items if o not in types]
     for o in rest:
         if isinstance(o, (type, nn.Module)) or not (isinstance(o, str) or callable(o)):
-            raise TypeError(f"layer_type holds {o!r}: a layer type such as nn.Conv2d, a name, "
+            raise TypeError(f"{name} holds {o!r}: a layer type such as nn.Conv2d, a name, "
                             "or a function (name, parameter) → bool is needed")
-    if not items: raise ValueError("layer_type is empty: at least one layer type, name or function is needed")
+    if not items: raise ValueError(f"{name} is empty: at least one layer type, name or function is needed")
     return types,rest
 
 # %% ../nbs/05_targets.ipynb #2b31f1d2
@@ -229,11 +231,11 @@ def find_targets(
     for n in exact & set(targets): targets[n].named = True
     return _drop_unfit(r, targets, types)
 
-# %% ../nbs/05_targets.ipynb #21b12550
+# %% ../nbs/05_targets.ipynb #c4f82341
 def _left_out(r:_Resolver, exclude)->set[str]:
     "The names that `exclude` takes out"
     if exclude is None or (isinstance(exclude, (tuple, list, set)) and not exclude): return set()
-    types,rest = _split(exclude)
+    types,rest = _split(exclude, 'exclude')
     out = set(r.of_types(types)) if types else set()
     if types and not out: raise ValueError(f"exclude: there is no {' or '.join(o.__name__ for o in types)} with a weight here")
     for spec in rest:

@@ -86,8 +86,9 @@ def same(a, b):
     "Whether two state dicts have the same keys in the same order and the same bits"
     return list(a)==list(b) and all(torch.equal(a[k], b[k]) and a[k].dtype==b[k].dtype for k in a)
 
-def quiet(f, *args, **kwargs):
-    "`f(...)`, any warning an error"
+def quiet(f, *args, but=None, **kwargs):
+    "`f(...)`, any warning an error, except one that begins like `but`"
     with warnings.catch_warnings():
         warnings.simplefilter('error')
+        if but: warnings.filterwarnings('ignore', but)
         return f(*args, **kwargs)

@@ -133,10 +133,10 @@ def units(**shapes): return {k: Units(k, s, math.prod(s), 1, 1, math.prod(s), la
     (lambda: as_context('globl'), ("'globl'", "did you mean 'global'", 'local, global, er, erk')),
     (lambda: as_context('zzz'), ("'zzz'", 'local, global, er, erk')), (lambda: as_context(None), ('None', 'local')), (lambda: as_context(5), '5'),
     (lambda: global_(units(a=(4,), b=(4,)), {'a': .5, 'b': .4}), (r'0\.4, 0\.5', "context='local'")),
-    (lambda: global_(units(a=(4,), b=(4,)), {'a': .9, 'b': .9}), ('0.9', '7 of 8', 'only 6', '0.75 at most', 'min_keep=0')),
+    (lambda: global_.check(units(a=(4,), b=(4,)), {'a': .9, 'b': .9}), ('0.9', '7 of 8', 'only 6', '0.75 at most', 'min_keep=0')),
     (lambda: global_(units(a=(4,)), {'a': .5}, 1, 2), ('round_to', "context='local'")),
     (lambda: erk(units(a=(4,2), b=(4,3)), {'a': .5, 'b': .4}), "context='local'"),
-    (lambda: erk(units(a=(2,2), b=(2,2)), {'a': .99, 'b': .99}), ('8 of 8', '0.75 at most'))])
+    (lambda: erk.check(units(a=(2,2), b=(2,2)), {'a': .99, 'b': .99}), ('8 of 8', '0.75 at most'))])
 def test_context(call, words):
     with pytest.raises(ValueError) as e: call()
     says(e, words)
