@@ -562,6 +562,15 @@ def test_lr_find_on_a_sparse_model(tmp_path):
     assert probe.seen==[(612, True)]*len(probe.seen) and len(probe.seen)>=12
     assert all(torch.equal(a, b) for a,b in zip(state, [v for p in learn.model.parameters() for v in opt_state(learn.opt, p)]))
 
+@pytest.mark.skipif('muon' not in OPTIMIZERS, reason='this torch has no Muon')
+def test_lr_find_with_an_optimizer_that_revives(tmp_path):
+    "Muon mixes rows: only zeroing the weights after each step holds them"
+    learn = learner(4, mlp(), cbs=SparsifyCallback(.5, schedule=lin, layer_type=nn.Linear), path=tmp_path, opt_func=OPTIMIZERS['muon'])
+    learn.fit(1)
+    probe = watch(obeys, 'after_step', order=66)
+    with learn.added_cbs(probe): learn.lr_find(show_plot=False, num_it=8)
+    assert probe.seen==[True]*len(probe.seen) and len(probe.seen)>=6
+
 def test_validate_in_a_fit():
     "From another callback's after_epoch"
     other = watch(lambda l: None if l.lock.locked() else l.validate(), 'after_epoch', order=80)
@@ -909,8 +918,11 @@ def test_sparse_gradients():
         def forward(self, x): return self.head(self.e((x.flatten(1).abs()*8).long().clamp(max=19)).mean(1))
     for opt in torch.optim.SGD, torch.optim.Adagrad:
         with torch.sparse.check_sparse_tensor_invariants(True):
-            learn = fit(SparsifyCallback(.5, layer_type=nn.Embedding, schedule=lin), 6, 2, model=Bag(), opt_func=partial(OptimWrapper, opt=opt), lr=.1)
-        assert n_zeros(learn.model.e.weight)==80
+            cb = SparsifyCallback(.5, layer_type=nn.Embedding, schedule=one_shot.but(start=0.))
+            def living(l): return l.model.e.weight.grad.is_sparse and not l.model.e.weight.grad.to_dense()[~cb.sparsifier.masks['e.weight']].any()
+            probe = watch(living, 'before_step')
+            learn = fit(cb, 6, 2, model=Bag(), opt_func=partial(OptimWrapper, opt=opt), lr=.1, cbs=[probe])
+        assert n_zeros(learn.model.e.weight)==80 and probe.seen==[True]*12
 
 # ---- the documented use
 
