@@ -215,12 +215,12 @@ def test_default_schedule():
 LIN10 = [0, 68, 136, 204, 272, 340, 408, 476, 544, 612]
 @pytest.mark.parametrize('update,schedule,want', [
     (None, lin, LIN10), (1, lin, LIN10), (3, lin, [0]*3+[204]*3+[408]*3+[612]), (10, lin, [0]*9+[612]), (4, lin, [0]*4+[272]*4+[544, 612]),
-    (3, lin.but(start=.2), [0]*5+[262]*3+[525, 612]), (Every(3), lin, [0]*3+[204]*3+[408]*3+[612]), (Every(2, 3, 8), lin, [0]*3+[204]*2+[340]*2+[476]*2+[612]),
+    (3, lin.but(start=.2), [0]*5+[262]*3+[525, 612]), (4, lin.but(end=.5), [0]*4+[490]+[612]*5), (Every(3), lin, [0]*3+[204]*3+[408]*3+[612]), (Every(2, 3, 8), lin, [0]*3+[204]*2+[340]*2+[476]*2+[612]),
     ({'freq': 4, 'start': 1}, lin, [0]+[68]*4+[340]*4+[612]), (At([2, 5]), lin, [0]*2+[136]*3+[340]*4+[612]), ({'steps': [2, 5]}, lin, [0]*2+[136]*3+[340]*4+[612]),
     (lambda step: step==4, lin, [0]*4+[272]*5+[612]), (None, one_shot, [0]*5+[612]*5), (4, one_shot, [0]*5+[612]*5), (10, one_shot.but(start=.3), [0]*3+[612]*7),
     (None, iterative, [0]*3+[204]*2+[408]*2+[612]*3), (8, iterative, [0]*3+[204]*2+[408]*2+[612]*3)], ids=named)
 def test_cadence(update, schedule, want):
-    "In optimizer steps from where the schedule begins; a knot of a stepped schedule and the last batch are due by themselves"
+    "In optimizer steps from where the schedule begins; a knot of a stepped schedule, the schedule's end and the last batch are due by themselves"
     assert trace(SparsifyCallback(.5, schedule=schedule, update=update), 10) == want
 
 def test_cadence_by_default():
