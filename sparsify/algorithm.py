@@ -33,7 +33,7 @@ class Clock(NamedTuple):
     @property
     def last(self): return self.batch==self.batches-1
 
-# %% ../nbs/07_algorithm.ipynb #54dab94a
+# %% ../nbs/07_algorithm.ipynb #7528a57e
 @dataclass(frozen=True)
 class Algorithm(ABC):
     "How masks evolve; what is left None here is taken from the callback"
@@ -51,7 +51,7 @@ class Algorithm(ABC):
     @abstractmethod
     def update_masks(self, sp:Sparsifier, shares:dict)->list[str]: "Move the masks; the names whose masks changed"
     def shares(self, sp:Sparsifier, clock:Clock)->dict: "`{name: sparsity}`, the target now"
-    def begin(self, sp:Sparsifier)->list[str]: "Make the first masks, once; the names whose masks changed"
+    def begin(self, sp:Sparsifier, names=None)->list[str]: "Make the first masks of `names` (None is all), once; the names whose masks changed"
     def check(self, sp:Sparsifier, steps:int)->None: "Refuse what cannot be reached in `steps` optimizer steps, before anything changes"
 
 # %% ../nbs/07_algorithm.ipynb #b1109253
@@ -74,6 +74,9 @@ def bind(self:Algorithm,
     return Sparsifier(model, self.granularity or 'weight', context, self.criteria or large_final, nm,
                       sparsity=self.sparsity if _by_layer(self) else None, round_to=round_to, **kwargs)
 
+# %% ../nbs/07_algorithm.ipynb #977f7864
+def _only(shares:dict, names)->dict: return shares if names is None else {k: s for k,s in shares.items() if k in names}
+
 # %% ../nbs/07_algorithm.ipynb #005d345a
 def _check_update(update, steps:int)->None:
     "Refuse a cadence that would never be due in `steps`"
@@ -84,7 +87,7 @@ def _check_update(update, steps:int)->None:
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
     if first>=steps: raise ValueError(f"the first update is due at step {first}, but the fit ends after {steps}")
 
-# %% ../nbs/07_algorithm.ipynb #28aed62b
+# %% ../nbs/07_algorithm.ipynb #dc7f43bf
 @dataclass(frozen=True)
 class GMP(Algorithm):
     "Gradual magnitude pruning: keep the largest |w| at a sparsity that rises ([Zhu & Gupta 2017](https://arxiv.org/abs/1710.01878))"
@@ -106,9 +109,9 @@ class GMP(Algorithm):
 
     def due(self, sp, clock): return _gmp_due(self, clock)
     def shares(self, sp, clock): return _gmp_shares(self, sp, clock)
-    def begin(self, sp):
+    def begin(self, sp, names=None):
         if self.init is None: return []
-        return sp.init_masks(self.init, self.shares(sp, Clock(0, 1, 0, 1)))
+        return sp.init_masks(self.init, _only(self.shares(sp, Clock(0, 1, 0, 1)), names))
 
     def update_masks(self, sp, shares):
         sp.memory['index'] = sp.memory.get('index', 0)+1
@@ -116,6 +119,9 @@ class GMP(Algorithm):
 
     def check(self, sp, steps):
         _check_update(self.update, steps)
+        if sp.followers and not isinstance(self.sparsity, StepSchedule) and self.curve.falls:
+            raise ValueError(f"{self.curve} lets sparsity fall, but a filter that was pruned with its bias and BatchNorm has no gradient and never "
+                             "comes back: choose a schedule that rises, or a finer granularity")
         sp.check(self.shares(sp, Clock(steps-1, steps, steps-1, steps)))
 
 # %% ../nbs/07_algorithm.ipynb #91fa5af6
@@ -144,7 +150,7 @@ def _gmp_due(a:GMP, clock:Clock)->bool:
     reached = a.curve.position(clock.batch, clock.batches)==1 and (clock.since<0 or a.curve.position(clock.since, clock.batches)!=1)
     return reached or (a.curve.stepped and a.curve.at(clock.batch, clock.batches)!=before)
 
-# %% ../nbs/07_algorithm.ipynb #c526c1d0
+# %% ../nbs/07_algorithm.ipynb #7c8ac715
 @dataclass(frozen=True)
 class Static(Algorithm):
     "One mask for the whole run, made before the first step; `init='from_zeros'` holds a sparse network as it is"
@@ -158,7 +164,7 @@ class Static(Algorithm):
         if self.schedule is not None or self.update is not None:
             raise ValueError("Static has one mask for the whole run: leave out schedule and update")
 
-    def begin(self, sp): return sp.init_masks(self.init, self.shares(sp, Clock(0, 1, 0, 1)))
+    def begin(self, sp, names=None): return sp.init_masks(self.init, _only(self.shares(sp, Clock(0, 1, 0, 1)), names))
     def shares(self, sp, clock):
         if self.sparsity is None and self.init!='from_zeros':
             raise ValueError("Static has no sparsity: a float in [0, 1) is needed, or init='from_zeros' without any")

@@ -94,7 +94,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #02955d0a
+# %% ../nbs/09_callback.ipynb #10de8fae
 class SparsifyCallback(Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -138,13 +138,15 @@ class SparsifyCallback(Callback):
                             reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
         self.hold,self.if_frozen,self.holds = hold,frozen,False
-        self._now = SimpleNamespace(mode='off', leaky=False, check=False)
+        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False)
 
     @property
     def learn(self): return self.__dict__.get('_learn')
     @learn.setter
     def learn(self, learn):
-        if learn is None and self.learn is not None and not _others(self): _drop_column(self.learn)
+        if learn is None and self.learn is not None:
+            if sum(cb is self for cb in self.learn.cbs)>1: return      # refused as given twice: it stays where it was
+            if not _others(self): _drop_column(self.learn)
         self.__dict__['_learn'] = learn
 
 # %% ../nbs/09_callback.ipynb #cefdd5c4
@@ -206,7 +208,7 @@ def _drop_column(learn:Learner)->None:
     left = [m for m in learn.metrics if not isinstance(m, SparsityMetric)]
     if len(left)<len(learn.metrics): learn.metrics = left
 
-# %% ../nbs/09_callback.ipynb #ea5a7008
+# %% ../nbs/09_callback.ipynb #0fe6678c
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
@@ -224,16 +226,28 @@ def before_train(self:SparsifyCallback):
                               since=-1, fresh=True, real=False, target=None, closed=False, told=False)
     if fresh:
         _take_over(sp, self.__dict__.pop('_before', None))
-        if not sp.sparsity: self.algorithm.begin(sp)
+        self._now.begin = self.algorithm.init is not None
     sp.apply_masks()
     sp.held = True
     self._clear(sp.targets)
+    if all(t.param.requires_grad for t in sp.targets.values()): self._begin(self.algorithm.shares(sp, Clock(0, self._now.batches, 0, steps)))
 
-# %% ../nbs/09_callback.ipynb #efc41d29
+# %% ../nbs/09_callback.ipynb #02ae9053
+@patch
+def _begin(self:SparsifyCallback, shares:dict)->None:
+    "Make the first masks, if the algorithm makes any and the masks that are there are not as sparse already"
+    sp,a = self.sparsifier,self.algorithm
+    if not self._now.begin: return
+    first = {k: s for k,s in a.shares(sp, Clock(0, 1, 0, 1)).items() if k in shares}
+    if a.init=='from_zeros' or _reached(sp, first)<_mean(sp, first): self._clear(a.begin(sp, set(first)))
+    self._now.begin = False
+
+# %% ../nbs/09_callback.ipynb #3d6ed0da
 def _batches_per_step(learn:Learner)->int:
     "Batches in an optimizer step: 1, or what `GradientAccumulation` collects"
     acc = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
-    return max(1, math.ceil(acc[0].n_acc/(learn.dls.train.bs or 1))) if acc else 1
+    bs = getattr(learn.dls.train, 'bs', None) or getattr(learn.dls.train, 'batch_size', None) or 1
+    return max(1, math.ceil(acc[0].n_acc/bs)) if acc else 1
 
 # %% ../nbs/09_callback.ipynb #735bf8c3
 def _fits(sp:Sparsifier, model:nn.Module)->bool:
@@ -276,7 +290,7 @@ def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
             self.hold = True
         elif both: raise ValueError(f"{both[0]} is sparsified by two callbacks, perhaps one in learn.cbs (learn.remove_cb takes it out) and one given to fit: give each its own layers (layer_type, exclude, model)")
 
-# %% ../nbs/09_callback.ipynb #4e5b1992
+# %% ../nbs/09_callback.ipynb #c21653e5
 @patch
 def before_batch(self:SparsifyCallback):
     "Ask for the target and, if an update is due, move the masks before the forward pass"
@@ -289,6 +303,7 @@ def before_batch(self:SparsifyCallback):
     shares = self._unfrozen(a.shares(sp, clock))
     if not shares: return
     sp.tell_targets(shares)
+    self._begin(shares)
     if a.due(sp, clock): self._clear(a.update_masks(sp, shares))
     now.since,now.fresh,now.target,now.closed = t,False,shares,clock.last
 
@@ -375,11 +390,15 @@ def after_fit(self:SparsifyCallback):
         holder.options,holder.sparsifier,holder.holds = self.options,sp,True
         self.learn.add_cb(holder)
 
-# %% ../nbs/09_callback.ipynb #28601bd0
+# %% ../nbs/09_callback.ipynb #29157655
 def _mean(sp:Sparsifier, shares:dict)->float:
     "The sparsity of all targets together that these shares would give"
     n = {k: sp.targets[k].param.numel() for k in shares}
     return sum(shares[k]*n[k] for k in shares)/sum(n.values())
+
+def _reached(sp:Sparsifier, names:Iterable[str])->float:
+    "The sparsity that these targets together have"
+    return 1-sum(n_true(sp.masks[k]) for k in names)/sum(sp.masks[k].numel() for k in names)
 
 # %% ../nbs/09_callback.ipynb #98445064
 @patch
