@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['Clock', 'Algorithm', 'GMP', 'Static']
 
-# %% ../nbs/07_algorithm.ipynb #f0db4e30
+# %% ../nbs/07_algorithm.ipynb #b9eb62b5
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import NamedTuple
 
 import torch.nn as nn
@@ -19,7 +20,7 @@ from .criteria import large_final
 from .granularity import NM, Grouped
 from .masks import as_init
 from .schedule import At, Cycling, Every, Schedule, StepSchedule, as_schedule, as_step_schedule, as_update, sched_agp
-from .sparsifier import Sparsifier
+from .sparsifier import Sparsifier, check_options
 from .targets import as_fraction, warn_user
 
 # %% ../nbs/07_algorithm.ipynb #91a3494c
@@ -33,7 +34,7 @@ class Clock(NamedTuple):
     @property
     def last(self): return self.batch==self.batches-1
 
-# %% ../nbs/07_algorithm.ipynb #7528a57e
+# %% ../nbs/07_algorithm.ipynb #da8c10da
 @dataclass(frozen=True)
 class Algorithm(ABC):
     "How masks evolve; what is left None here is taken from the callback"
@@ -45,6 +46,8 @@ class Algorithm(ABC):
     criteria:Callable|None=None # What a weight is worth
     init:str|Callable|None=None # How the first masks are made
     first_context = 'global' # Where no context is given
+    @property
+    def by_layer(self): return isinstance(self.sparsity, dict) and 'type' not in self.sparsity
 
     @abstractmethod
     def due(self, sp:Sparsifier, clock:Clock)->bool: "Whether an update is due now"
@@ -54,14 +57,19 @@ class Algorithm(ABC):
     def begin(self, sp:Sparsifier, names=None)->list[str]: "Make the first masks of `names` (None is all), once; the names whose masks changed"
     def check(self, sp:Sparsifier, steps:int)->None: "Refuse what cannot be reached in `steps` optimizer steps, before anything changes"
 
-# %% ../nbs/07_algorithm.ipynb #b1109253
-def _by_layer(a:Algorithm)->bool: return isinstance(a.sparsity, dict) and 'type' not in a.sparsity
-
+# %% ../nbs/07_algorithm.ipynb #19c1c0cc
 def _local_only(a:Algorithm, nm, round_to)->bool:
     "Whether what was asked has a meaning layer by layer only"
-    return _by_layer(a) or bool(nm) or round_to is not None or isinstance(a.granularity, (NM, Grouped))
+    return a.by_layer or bool(nm) or round_to is not None or isinstance(a.granularity, (NM, Grouped))
 
-# %% ../nbs/07_algorithm.ipynb #3d84d127
+# %% ../nbs/07_algorithm.ipynb #447455fb
+def _settled(a:Algorithm, nm, round_to)->dict:
+    "The sparsifier's arguments that an algorithm decides, with nothing left open"
+    context = a.context or ('local' if _local_only(a, nm, round_to) else a.first_context)
+    return dict(granularity=a.granularity or 'weight', context=context, criteria=a.criteria or large_final, nm=nm, round_to=round_to,
+                sparsity=a.sparsity if a.by_layer else None)
+
+# %% ../nbs/07_algorithm.ipynb #779d0535
 @patch
 def bind(self:Algorithm,
     model:nn.Module, # Its weights are changed only by `begin` and updates
@@ -70,18 +78,24 @@ def bind(self:Algorithm,
     **kwargs,
 )->Sparsifier:
     "A sparsifier for `model` as this algorithm wants it; without a context, 'local' where the target is one for each layer"
-    context = self.context or ('local' if _local_only(self, nm, round_to) else self.first_context)
-    return Sparsifier(model, self.granularity or 'weight', context, self.criteria or large_final, nm,
-                      sparsity=self.sparsity if _by_layer(self) else None, round_to=round_to, **kwargs)
+    return Sparsifier(model, **_settled(self, nm, round_to), **kwargs)
+
+# %% ../nbs/07_algorithm.ipynb #d14d3ae2
+@patch
+def check_arguments(self:Algorithm, nm=False, round_to:int|None=None, **kwargs)->None:
+    "Refuse what `bind` would, as far as it can be seen without a model"
+    check_options(**_settled(self, nm, round_to), **kwargs)
 
 # %% ../nbs/07_algorithm.ipynb #977f7864
 def _only(shares:dict, names)->dict: return shares if names is None else {k: s for k,s in shares.items() if k in names}
 
-# %% ../nbs/07_algorithm.ipynb #005d345a
+# %% ../nbs/07_algorithm.ipynb #ddfd45d7
 def _check_update(update, steps:int)->None:
     "Refuse a cadence that would never be due in `steps`"
-    every = update if isinstance(update, int) and not isinstance(update, bool) else update.freq if isinstance(update, Every) else None
-    if every is not None and every>steps:
+    if update is None: return
+    update = as_update(update)
+    every = update.freq if isinstance(update, Every) else 0
+    if every>steps:
         raise ValueError(f"an update every {every} steps, but the fit has {steps}: at most {steps}, or None, "
                          "which fits the length of the run")
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
@@ -135,17 +149,18 @@ def _gmp_shares(a:GMP, sp:Sparsifier, clock:Clock)->dict:
         return {k: s if p==1 else p*s for k,s in final.items()}
     return dict.fromkeys(sp.targets, min(max(x, 0.), 1.))
 
-# %% ../nbs/07_algorithm.ipynb #16289c3f
+# %% ../nbs/07_algorithm.ipynb #cec566e7
 def _gmp_due(a:GMP, clock:Clock)->bool:
     "On the cadence; where a stepped schedule jumps; where the schedule ends; and on the last batch"
     if clock.last: return True
     by_step = isinstance(a.sparsity, StepSchedule)
-    if a.update is not None and (not isinstance(a.update, int) or by_step): on = as_update(a.update)(clock.step)
+    if a.update is not None and (not isinstance(a.update, Integral) or by_step): on = as_update(a.update)(clock.step)
     else:
         first = 0 if by_step else math.ceil(round(a.curve.start*clock.steps, 6))
         every = a.update or (1 if by_step else max(1, min(100, clock.steps//20)))
         on = clock.step>=first and (clock.step-first)%every==0
     if on or by_step: return on
+    if clock.since<0 and a.curve.start_val>0: return True
     before = a.curve.start_val if clock.since<0 else a.curve.at(clock.since, clock.batches)
     reached = a.curve.position(clock.batch, clock.batches)==1 and (clock.since<0 or a.curve.position(clock.since, clock.batches)!=1)
     return reached or (a.curve.stepped and a.curve.at(clock.batch, clock.batches)!=before)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['opt_tensors', 'SparsityMetric', 'SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #bdbca174
+# %% ../nbs/09_callback.ipynb #c8626dfd
 import math
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -21,13 +21,12 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .algorithm import GMP, Algorithm, Clock, Static
-from .context import as_context
 from .criteria import check_criterion, large_final
 from .granularity import NM, check_granularity
 from .masks import n_true, zero_
 from .schedule import as_schedule, as_update
-from .sparsifier import Masks, Sparsifier
-from .targets import as_fraction, unwrap, warn_user
+from .sparsifier import Masks, Sparsifier, warn_nm
+from .targets import as_fraction, spread, unwrap, warn_user
 
 # %% ../nbs/09_callback.ipynb #da4e9df0
 def _chain(opt)->Iterator:
@@ -54,15 +53,15 @@ def opt_tensors(
             for p,s in zip(ps, ss):
                 if id(p) in place: yield place[id(p)],s.data
 
-# %% ../nbs/09_callback.ipynb #455bb0f5
+# %% ../nbs/09_callback.ipynb #29ff3e70
 class SparsityMetric(Metric):
     "Sparsity of the masks, over all sparsified weights of a `Learner`, as a column in the table of progress"
-    def __init__(self, learn:Learner): self.cbs = lambda: [cb for cb in learn.cbs if isinstance(cb, SparsifyCallback) and cb.sparsifier]
+    def __init__(self, learn:Learner): self.learn = learn
     @property
     def name(self): return 'sparsity'
     @property
     def value(self):
-        masks = {id(m): m for cb in self.cbs() for m in cb.sparsifier.masks.values()}.values()
+        masks = {id(m): m for cb in self.learn.cbs if getattr(cb, 'sparsifier', None) for m in cb.sparsifier.masks.values()}.values()
         n = sum(m.numel() for m in masks)
         return 1-sum(map(n_true, masks))/n if n else 0.
 
@@ -72,16 +71,16 @@ class _Last:
     def __init__(self, cb): self.cb = cb
     def __reduce__(self): return type(None),()
 
-# %% ../nbs/09_callback.ipynb #ec8a2e68
+# %% ../nbs/09_callback.ipynb #bf086354
 def _get(self):
-    last = self.__dict__.get('_sparsify_last')
+    last = self.__dict__.get('_last_sparse')
     if last is None: raise AttributeError("this Learner has had no SparsifyCallback yet")
     return last.cb
 
 def _set(self, cb):
-    last = self.__dict__.get('_sparsify_last')
+    last = self.__dict__.get('_last_sparse')
     if last is not None and last.cb is not cb: cb.__dict__['_before'] = last.cb.sparsifier
-    self.__dict__['_sparsify_last'] = _Last(cb)
+    self.__dict__['_last_sparse'] = _Last(cb)
 
 def _keep(self): "fastai deletes the attribute when a callback leaves: what it learned stays"
 
@@ -94,7 +93,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #10de8fae
+# %% ../nbs/09_callback.ipynb #fd153b90
 class SparsifyCallback(Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -132,13 +131,13 @@ class SparsifyCallback(Callback):
         given = dict(sparsity=_as_target(sparsity), schedule=None if schedule is None else as_schedule(schedule),
                      update=update, context=context, granularity=None if granularity=='weight' else granularity, criteria=None if criteria is large_final else criteria)
         self.algorithm = (algorithm or GMP()).fill_in(**given)
-        _check_algorithm(self.algorithm, nm, round_to)
-        _warn_nm(self.algorithm, nm)
+        _check_algorithm(self.algorithm, nm)
+        self.algorithm.check_arguments(nm, round_to, min_keep=min_keep, reduce=reduce, seed=seed)
         self.options = dict(nm=nm, round_to=round_to, layer_type=layer_type, exclude=exclude, within=model, min_keep=min_keep,
                             reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
         self.hold,self.if_frozen,self.holds = hold,frozen,False
-        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False)
+        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1)
 
     @property
     def learn(self): return self.__dict__.get('_learn')
@@ -146,6 +145,7 @@ class SparsifyCallback(Callback):
     def learn(self, learn):
         if learn is None and self.learn is not None:
             if sum(cb is self for cb in self.learn.cbs)>1: return      # refused as given twice: it stays where it was
+            if self.hold and self._now.mode=='train': _leave_holder(self)      # an exception ends a fit without `after_fit`
             if not _others(self): _drop_column(self.learn)
         self.__dict__['_learn'] = learn
 
@@ -158,31 +158,17 @@ def _as_target(sparsity):
     if not sparsity: raise ValueError("sparsity is an empty dict: nothing would be pruned")
     return {k: as_fraction(v, f'sparsity of {k!r}') for k,v in sparsity.items()}
 
-# %% ../nbs/09_callback.ipynb #c5320649
-def _warn_nm(a:Algorithm, nm)->None:
-    "Say so when N:M and the target contradict each other: the pattern wins"
-    g = NM(2, 4) if nm is True else nm if isinstance(nm, NM) else a.granularity
-    if isinstance(g, NM) and isinstance(a.sparsity, float) and a.sparsity!=g.sparsity:
-        warn_user(f"{g.n}:{g.m} leaves {g.n} of every {g.m} weights: the target is {g.sparsity:g}, not {a.sparsity:g}")
-
-# %% ../nbs/09_callback.ipynb #e7836c6d
-def _check_algorithm(a:Algorithm, nm, round_to)->None:
+# %% ../nbs/09_callback.ipynb #14983522
+def _check_algorithm(a:Algorithm, nm)->None:
     "Refuse contradictions that need no model to be seen"
-    if a.context is not None: as_context(a.context)
+    g = NM(2, 4) if nm is True else nm if isinstance(nm, NM) else a.granularity
+    if isinstance(g, NM) and isinstance(a.sparsity, (float, dict)): warn_nm(g, a.sparsity)
     if isinstance(a, GMP) and a.sparsity is None and not nm and not hasattr(a.granularity, 'm'):
         raise ValueError("sparsity is missing: a fraction in [0, 1] such as 0.9, or a dict from layers to fractions")
     if isinstance(a, Static) and a.sparsity is None and a.init!='from_zeros':
         raise ValueError("sparsity is missing: Static needs a fraction in [0, 1), or init='from_zeros'")
-    if isinstance(a.sparsity, dict) and a.context=='global':
-        raise ValueError(f"sparsity={a.sparsity!r}: a sparsity for each layer cannot be shared by one ranking: use context='local' with a dict, or leave it out")
-    if round_to is not None and (isinstance(round_to, bool) or not isinstance(round_to, int) or round_to<1):
-        raise ValueError(f"round_to is {round_to!r}: a whole number of units, 1 or more, is needed")
-    if round_to is not None and a.context=='global':
-        raise ValueError("round_to needs context='local': rounding each layer of a global ranking would miss the total")
-    if nm and a.granularity not in (None, 'weight'):
-        raise ValueError(f"nm={nm!r} and granularity={a.granularity!r} contradict each other: N:M prunes single weights")
 
-# %% ../nbs/09_callback.ipynb #18fe14da
+# %% ../nbs/09_callback.ipynb #e1734062
 @patch
 def before_fit(self:SparsifyCallback):
     "Note what kind of run begins; in training, add the column"
@@ -193,8 +179,15 @@ def before_fit(self:SparsifyCallback):
     if hasattr(self.learn, 'lr_finder'): self._now.mode = 'hold' if self.sparsifier else 'off'
     elif not _is_idle_holder(self):
         self._now.mode = 'new'
+        self._now.epoch = -1
+        _refuse_overlap(self)
         _drop_column(self.learn)
         self.learn.metrics = [*self.learn.metrics, SparsityMetric(self.learn)]
+
+@patch
+def before_epoch(self:SparsifyCallback):
+    "Count the epochs: a validation in between sets fastai's own count back to 0"
+    if self._now.mode!='off' and not self.learn.lock.locked(): self._now.epoch += 1
 
 # %% ../nbs/09_callback.ipynb #2a818286
 def _others(cb:SparsifyCallback)->list: return [o for o in cb.learn.cbs if isinstance(o, SparsifyCallback) and o is not cb]
@@ -208,27 +201,36 @@ def _drop_column(learn:Learner)->None:
     left = [m for m in learn.metrics if not isinstance(m, SparsityMetric)]
     if len(left)<len(learn.metrics): learn.metrics = left
 
-# %% ../nbs/09_callback.ipynb #0fe6678c
+# %% ../nbs/09_callback.ipynb #c5705377
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
+    if self._now.mode=='off' and self.sparsifier is not None and not _is_idle_holder(self): self._now.mode = 'hold'   # after a fit inside this one
     if self._now.mode!='new': return
+    try: self._start()
+    except Exception:
+        _drop_column(self.learn)
+        raise
+
+# %% ../nbs/09_callback.ipynb #483273ca
+@patch
+def _start(self:SparsifyCallback):
+    "What is done once in a fit, before its first batch"
     n = len(self.learn.dls.train)
     batches,per_step = self.learn.n_epoch*n,_batches_per_step(self.learn)
     steps = max(1, batches//per_step)
     old = self.sparsifier
     fresh = old is None or not _fits(old, self.learn.model)
     sp = self.algorithm.bind(self.learn.model, **self.options) if fresh else old
-    self._refuse_overlap(sp)
     self.algorithm.check(sp, steps)
+    _move_holders(self, sp)
     self.sparsifier = sp
-    self._now.__dict__.update(mode='train', batches=batches, steps=steps, step=self.learn.epoch*n//per_step,
+    self._now.__dict__.update(mode='train', batches=batches, steps=steps, step=self._now.epoch*n//per_step,
                               since=-1, fresh=True, real=False, target=None, closed=False, told=False)
     if fresh:
-        _take_over(sp, self.__dict__.pop('_before', None))
+        for before in (self.__dict__.pop('_before', None), old): _take_over(sp, before)
         self._now.begin = self.algorithm.init is not None
     sp.apply_masks()
-    sp.held = True
     self._clear(sp.targets)
     if all(t.param.requires_grad for t in sp.targets.values()): self._begin(self.algorithm.shares(sp, Clock(0, self._now.batches, 0, steps)))
 
@@ -255,12 +257,12 @@ def _fits(sp:Sparsifier, model:nn.Module)->bool:
     modules = {id(m) for m in unwrap(model).modules()}
     return all(id(t.module) in modules and t.param is not None and t.param.shape==sp.masks[k].shape for k,t in sp.targets.items())
 
-# %% ../nbs/09_callback.ipynb #6edd5fc2
+# %% ../nbs/09_callback.ipynb #7bb60ce8
 def _take_over(sp:Sparsifier, old:Sparsifier|None)->None:
     "Start from the masks of an earlier sparsifier of the same model, where the weights still obey them and they fit the granularity"
     for k,m in (old.masks if old is not None else {}).items():
         t = sp.targets.get(k)
-        if t is None or t.module is not old.targets[k].module or t.param.shape!=m.shape: continue
+        if t is None or t.param.shape!=m.shape: continue
         m = m.to(t.param.device)
         if torch.count_nonzero(t.param.detach()[~m])==0 and torch.equal(sp.grans[k].expand(sp.grans[k].active(m)), m): sp.masks[k] = m
 
@@ -277,26 +279,41 @@ def _give_way(learn:Learner, holder:SparsifyCallback, names:list[str])->None:
         holder._now.mode = 'off'
         learn.remove_cb(holder)
 
-# %% ../nbs/09_callback.ipynb #a1195c10
-@patch
-def _refuse_overlap(self:SparsifyCallback, sp:Sparsifier)->None:
-    "Two callbacks on one parameter would pull it two ways; one that only holds gives way"
-    mine = {id(t.param): k for k,t in sp.targets.items()}
-    for o in _others(self):
-        if o.sparsifier is None or o.sparsifier is sp: continue
-        both = [k for t in o.sparsifier.targets.values() if (k := mine.get(id(t.param)))]
-        if both and o.holds:
-            _give_way(self.learn, o, both)
-            self.hold = True
-        elif both: raise ValueError(f"{both[0]} is sparsified by two callbacks, perhaps one in learn.cbs (learn.remove_cb takes it out) and one given to fit: give each its own layers (layer_type, exclude, model)")
+# %% ../nbs/09_callback.ipynb #44f74c32
+def _params_of(cb:SparsifyCallback)->dict[int,str]:
+    "The parameters that a callback sparsifies, or will, by identity"
+    sp,a = cb.sparsifier,cb.algorithm
+    if sp is not None and _fits(sp, cb.learn.model): targets = sp.targets
+    else: targets = spread(a.sparsity if a.by_layer else None, cb.learn.model, *(cb.options[k] for k in ('layer_type', 'exclude', 'within')))[0]
+    return {id(t.param): k for k,t in targets.items()}
 
-# %% ../nbs/09_callback.ipynb #c21653e5
+# %% ../nbs/09_callback.ipynb #debe78ec
+def _refuse_overlap(cb:SparsifyCallback)->None:
+    "Two callbacks on one parameter would pull it two ways, unless one only holds: said before either does anything"
+    mine = _params_of(cb)
+    for o in _others(cb):
+        if cb.holds or o.holds or o.sparsifier is cb.sparsifier is not None: continue
+        both = [mine[i] for i in _params_of(o) if i in mine]
+        if both: raise ValueError(f"{both[0]} is sparsified by two callbacks, perhaps one in learn.cbs (learn.remove_cb takes it out) and "
+                                  "one given to fit: give each its own layers (layer_type, exclude, model)")
+
+# %% ../nbs/09_callback.ipynb #63ab45f2
+def _move_holders(cb:SparsifyCallback, sp:Sparsifier)->None:
+    "Let holders give way where `sp` takes over, which then goes on holding after the fit"
+    mine = {id(t.param) for t in sp.targets.values()}
+    for o in _others(cb):
+        both = [k for k,t in o.sparsifier.targets.items() if id(t.param) in mine] if o.holds and o.sparsifier is not sp else []
+        if both:
+            _give_way(cb.learn, o, both)
+            cb.hold = True
+
+# %% ../nbs/09_callback.ipynb #0b784a1c
 @patch
 def before_batch(self:SparsifyCallback):
     "Ask for the target and, if an update is due, move the masks before the forward pass"
     if self._now.mode!='train': return
-    t = self.learn.epoch*len(self.learn.dl)+self.learn.iter
     now = self._now
+    t = now.epoch*len(self.learn.dl)+self.learn.iter
     clock = Clock(t, now.batches, now.step, now.steps, now.since)
     if not (now.fresh or clock.last): return
     sp,a = self.sparsifier,self.algorithm
@@ -304,10 +321,13 @@ def before_batch(self:SparsifyCallback):
     if not shares: return
     sp.tell_targets(shares)
     self._begin(shares)
-    if a.due(sp, clock): self._clear(a.update_masks(sp, shares))
+    if a.due(sp, clock):
+        sp.held = True      # the weights obey the masks since the last step
+        try: self._clear(a.update_masks(sp, shares))
+        finally: sp.held = False
     now.since,now.fresh,now.target,now.closed = t,False,shares,clock.last
 
-# %% ../nbs/09_callback.ipynb #11072d3a
+# %% ../nbs/09_callback.ipynb #e8fd6f64
 @patch
 def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     "The shares that may be acted on now; a warning, once in a fit, if some may not"
@@ -315,13 +335,18 @@ def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
     if not cold: return shares
     if not self._now.told:
         what = 'nothing is pruned meanwhile' if self.if_frozen=='wait' else 'they are left as they are'
-        warn_user(f"frozen: {', '.join(cold[:6])}{', ...' if len(cold)>6 else ''}; {what}. "
-                      "fine_tune unfreezes them in its second part; otherwise call learn.unfreeze(), or exclude them, "
-                      "or pass frozen='skip' to prune the others now")
+        warn_user(f"frozen: {', '.join(cold[:6])}{', ...' if len(cold)>6 else ''}; {what}. fine_tune unfreezes them in its second part; "
+                  "otherwise call learn.unfreeze(), or exclude them" + (", or pass frozen='skip' to prune the others now" if self.if_frozen=='wait' else ''))
         self._now.told = True
     return {} if self.if_frozen=='wait' else {k: s for k,s in shares.items() if k not in cold}
 
-# %% ../nbs/09_callback.ipynb #baf16596
+# %% ../nbs/09_callback.ipynb #62525ea3
+def _zero(t:Tensor, m:Tensor)->None:
+    "`zero_`, also for the sparse gradients and averages of an embedding, which hold some of its rows"
+    if t.is_sparse: zero_(t._values(), m[t._indices()[0]])
+    else: zero_(t, m)
+
+# %% ../nbs/09_callback.ipynb #bb59d8e0
 @patch
 def _clear(self:SparsifyCallback, names:Iterable[str])->bool:
     "Zero what the optimizer remembers of pruned weights in these targets, and in what follows them; whether there was something to zero"
@@ -332,22 +357,19 @@ def _clear(self:SparsifyCallback, names:Iterable[str])->bool:
     found = False
     for i,v in opt_tensors(self.learn.opt, [p for p,_ in held]):
         m = held[i][1]
-        found = found or bool(torch.count_nonzero(v.masked_fill(m, 0)))
-        zero_(v, m)
+        if not v.is_sparse: found = found or bool(torch.count_nonzero(v.masked_fill(m, 0)))
+        _zero(v, m)
     self._now.check = bool(held)
     return found
 
-# %% ../nbs/09_callback.ipynb #de410f48
+# %% ../nbs/09_callback.ipynb #44074213
 @patch
 def before_step(self:SparsifyCallback):
     "Zero the gradients of pruned weights, before anything clips or measures them"
     if self._now.mode=='off' or self.sparsifier is None: return
     self._now.real = True
     for _,t,m in self.sparsifier.all_masks():
-        g = t.param.grad
-        if g is None or not t.param.requires_grad: continue
-        if g.is_sparse: zero_(g._values(), m[g._indices()[0]])
-        else: zero_(g, m)
+        if t.param.grad is not None and t.param.requires_grad: _zero(t.param.grad, m)
 
 # %% ../nbs/09_callback.ipynb #8a80a563
 @patch
@@ -368,14 +390,13 @@ def after_step(self:SparsifyCallback):
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #271a017d
+# %% ../nbs/09_callback.ipynb #ad2b662d
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
     if self.learn.lock.locked(): return
     now,sp = self._now,self.sparsifier
     mode,now.mode = now.mode,'off'
-    if sp is not None: sp.held = False
     _drop_column(self.learn)
     if mode!='train': return
     if not now.closed and now.target is not None:
@@ -385,12 +406,16 @@ def after_fit(self:SparsifyCallback):
                           f"at sparsity {sp.sparsity:.4f} of {_mean(sp, final):.4f}")
     elif now.closed and not sp.sparsity and _mean(sp, now.target)>0:
         warn_user("nothing was pruned: every unit is larger than the sparsity asked allows. Choose context='local' or a finer granularity")
-    if self.hold and not any(o.sparsifier is sp for o in _others(self)):
-        holder = SparsifyCallback(algorithm=Static(init='from_zeros'))
-        holder.options,holder.sparsifier,holder.holds = self.options,sp,True
-        self.learn.add_cb(holder)
+    if self.hold: _leave_holder(self)
 
-# %% ../nbs/09_callback.ipynb #29157655
+# %% ../nbs/09_callback.ipynb #e231f40c
+def _leave_holder(cb:SparsifyCallback)->None:
+    "Put a callback in the learner that holds what `cb` has pruned, if there is none"
+    if any(o.sparsifier is cb.sparsifier for o in _others(cb)): return
+    holder = SparsifyCallback(algorithm=Static(init='from_zeros'))
+    holder.options,holder.sparsifier,holder.holds = cb.options,cb.sparsifier,True
+    cb.learn.add_cb(holder)
+
 def _mean(sp:Sparsifier, shares:dict)->float:
     "The sparsity of all targets together that these shares would give"
     n = {k: sp.targets[k].param.numel() for k in shares}

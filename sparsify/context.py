@@ -52,13 +52,13 @@ def local(
     "Each layer at its own sparsity"
     return Kept({k: n_kept(u.n, sparsity[k], min_keep, multiple) for k,u in units.items()})
 
-# %% ../nbs/04_context.ipynb #47f8e60f
+# %% ../nbs/04_context.ipynb #e65dcc30
 def _total_keep(units:dict[str,Units], sparsity:dict[str,float], min_keep:int=1, multiple=None, strict=True)->int:
     "How many weights a ranking keeps in all; where `min_keep` does not let so many go, an error, or if not `strict` as many as it lets"
     asked = sorted(set(sparsity.values()))
-    if len(asked)>1: raise ValueError(f"context 'global' has one budget, but the layers were given {asked}: use context='local'")
+    if len(asked)>1: raise ValueError(f"one budget is shared by all layers here, but the layers were given {asked}: use context='local'")
     if multiple is not None:
-        raise ValueError("round_to needs context='local': rounding each layer of a global ranking would miss the total")
+        raise ValueError("round_to needs context='local': rounding each layer would miss the total")
     grouped = [k for k,u in units.items() if u.rows>1]
     if grouped: raise ValueError(f"{grouped[0]} has balanced groups (N:M or Grouped), whose share is fixed: use context='local'")
     n,s = sum(u.weights for u in units.values()),next(iter(sparsity.values()))

@@ -1,18 +1,21 @@
 "Faults of the callback that the last attack found and that are mended, each as a small case"
-import sys
-from pathlib import Path
 
+import copy
+import warnings
+
+import numpy as np
 import pytest
+import torch
+from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 
-sys.path.insert(0, str(Path(__file__).parent))
 from test_stumbles import N, fit, learner, zeros
 
 from sparsify.algorithm import GMP, Static
 from sparsify.callback import SparsifyCallback
-from sparsify.schedule import dsd, lin
+from sparsify.schedule import Schedule, dsd, lin, one_shot, sched_lin
 
 
 def split(m): return [list(m[:4].parameters()), list(m[4:].parameters())]
@@ -61,3 +64,104 @@ def test_accumulation_with_a_torch_loader():
     learn.dls.loaders[0] = TorchLoader(data, batch_size=8)
     fit(learn, cbs=[SparsifyCallback(.5), GradientAccumulation(16)])
     assert zeros(learn)==round(.5*N) and isinstance(learn.model[0], nn.Conv2d)
+
+
+def test_two_of_four_over_a_mask_taken_over():
+    "Every group keeps at most two, whatever an earlier callback left in it"
+    learn = fit(learner(), cbs=SparsifyCallback(.6, layer_type='2', context='local'))
+    fit(learn, cbs=SparsifyCallback(nm=True, layer_type='2'))
+    assert learn.sparsify.sparsifier.masks['2.weight'].view(16, 2, 4, 9).sum(2).max()==2
+
+
+def test_fit_inside_a_fit():
+    class Nested(Callback):
+        order,done = 80,False
+        def after_epoch(self):
+            if not self.done:
+                self.done = True
+                self.learn.fit(1)
+    learn = learner(cbs=[SparsifyCallback(.5, schedule=one_shot.but(start=0.)), Nested()])
+    fit(learn, 3)
+    assert zeros(learn)==round(.5*N)
+
+
+def test_overlap_is_refused_before_anything():
+    learn = learner()
+    before = [p.clone() for p in learn.model.parameters()]
+    with pytest.raises(ValueError, match='two callbacks'): fit(learn, cbs=[SparsifyCallback(algorithm=Static(.5)), SparsifyCallback(.5)])
+    assert all(torch.equal(a, b) for a,b in zip(before, learn.model.parameters())) and not learn.metrics
+
+
+def test_model_replaced_in_part_and_whole():
+    cb = SparsifyCallback(.5)
+    learn = fit(learner(cbs=cb))
+    learn.model[5] = nn.Linear(64, 3)
+    learn.create_opt()
+    fit(learn)
+    assert zeros(learn)==round(.5*N)
+    learn.model = copy.deepcopy(learn.model)
+    learn.create_opt()
+    learn.remove_cb(cb)
+    fit(learn, cbs=SparsifyCallback(.2))
+    assert zeros(learn)==round(.5*N)
+
+
+def test_start_val_before_the_window():
+    seen = []
+    class Probe(Callback):
+        def after_pred(self): self.training and seen.append(zeros(self.learn))
+    fit(learner(), 2, cbs=[SparsifyCallback(.5, schedule=Schedule(sched_lin, start=.5, start_val=.4)), Probe()])
+    assert seen[:4]==[round(.2*N)]*4 and seen[-1]==round(.5*N)
+
+
+def test_hold_after_an_exception():
+    class Stop(Callback):
+        def after_step(self):
+            if self.train_iter==2: raise KeyboardInterrupt('stop')
+    learn = learner()
+    with pytest.raises(KeyboardInterrupt): fit(learn, cbs=[SparsifyCallback(.5, schedule=one_shot.but(start=0.), hold=True), Stop()])
+    fit(learn)
+    assert zeros(learn)==round(.5*N)
+
+
+def test_validation_before_an_epoch():
+    class Early(Callback):
+        order = 5
+        def before_epoch(self):
+            if not self.learn.lock.locked(): self.learn.validate()
+    learn = learner(cbs=Early())
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        fit(learn, 3, cbs=SparsifyCallback(.5))
+    assert zeros(learn)==round(.5*N)
+
+
+def test_stale_training_does_not_spoil_the_core():
+    "After Ctrl-C the sparsifier zeroes all that its masks prune again, not only what is new"
+    class Stop(Callback):
+        def after_step(self): raise KeyboardInterrupt('stop')
+    cb = SparsifyCallback(.5, schedule=one_shot.but(start=0.))
+    learn = learner(cbs=cb)
+    with pytest.raises(KeyboardInterrupt): fit(learn, cbs=Stop())
+    for i in (0, 2): nn.init.normal_(learn.model[i].weight)
+    cb.sparsifier.sparsify_model(.6)
+    assert zeros(learn)==round(.6*N)
+
+
+@pytest.mark.parametrize('kw', [dict(granularity='layer', context='local'), dict(min_keep=-1), dict(reduce='foo'), dict(seed='x'), dict(nm=3)], ids=str)
+def test_refused_by_the_constructor(kw):
+    with pytest.raises((ValueError, TypeError)): SparsifyCallback(.5, **kw)
+
+
+@pytest.mark.parametrize('update', [9, {'freq': 9}, {'steps': [9]}, np.int64(9)], ids=str)
+def test_cadence_longer_than_the_fit(update):
+    with pytest.raises(ValueError, match='9'): fit(learner(), cbs=SparsifyCallback(.5, update=update))
+
+
+def test_filters_are_worked_out_once():
+    "Which outputs are alive is asked at every step and computed when a mask changes"
+    learn = fit(learner(), cbs=SparsifyCallback(.5, 'filter', 'local'))
+    sp = learn.sparsify.sparsifier
+    assert sp.outputs('2.weight') is sp.outputs('2.weight') and int(sp.outputs('2.weight').sum())==8
+    sp.masks['2.weight'][0] = ~sp.masks['2.weight'][0]
+    assert int(sp.outputs('2.weight').sum())!=8
