@@ -28,10 +28,11 @@ def needs(
         return f
     return _mark
 
-# %% ../nbs/03_criteria.ipynb #a4d4810c
+# %% ../nbs/03_criteria.ipynb #701f732f
 def large_final(w:Tensor)->Tensor:
     "Keep the largest magnitudes, |w|: what magnitude pruning means"
     return w.abs()
+large_final.is_magnitude = True      # a ranking may work it out on the way, without storing it
 
 # %% ../nbs/03_criteria.ipynb #56972f6c
 def squared_final(w:Tensor)->Tensor:

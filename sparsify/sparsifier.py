@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['norms_after', 'Masks', 'Sparsifier', 'warn_nm', 'Handle']
 
-# %% ../nbs/06_sparsifier.ipynb #ccbc64c8
+# %% ../nbs/06_sparsifier.ipynb #1d0c5ec8
 import copy
 import os
 from collections import UserDict
@@ -20,10 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from .context import Units, as_context, global_
+from .context import Units, as_context, global_, ranking
 from .criteria import check_criterion, large_final, score
 from .granularity import NM, Dims, Granularity, as_granularity, as_reduce, check_granularity
-from .masks import as_init, drop, grow, has_nan, n_true, pack_bits, topk_masks, unpack_bits, zero_
+from .masks import as_init, drop, grow, has_nan, n_true, pack_bits, unpack_bits, zero_, zero_lost_
 from .targets import Target, as_fraction, clean_name, spread, unwrap, warn_user
 
 # %% ../nbs/06_sparsifier.ipynb #32ff825d
@@ -256,7 +256,7 @@ def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.all_masks(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #13e79608
+# %% ../nbs/06_sparsifier.ipynb #26ef481c
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
@@ -267,23 +267,13 @@ def set_masks(self:Sparsifier,
     for k,m in new.items(): self.masks[k] = m
     dead = [self.targets[k].layer for k in new if not n_true(self.masks[k])]
     if dead: warn_user(f"nothing is left of {', '.join(dead)}: no signal passes there any more")
-    if self.held and not self.followers: self._zero_new(old)
+    if self.held and not self.followers:
+        for k,m in old.items(): zero_lost_(self.targets[k].param, m, self.masks[k])
     else: self.apply_masks()
     self.updates += 1
     for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
     for k in new:
         for hook in list(self._hooks['mask'].values()): hook(self, k, 1-n_true(self.masks[k])/self.masks[k].numel())
-
-# %% ../nbs/06_sparsifier.ipynb #b8a76194
-@patch
-def _zero_new(self:Sparsifier, old:dict[str,Tensor])->None:
-    "Zero only what `old` masks kept and the new ones prune: enough while all else is zero already"
-    for k,m in old.items():
-        w,new = self.targets[k].param,self.masks[k]
-        if w.device.type=='cpu' and w.is_contiguous():
-            gone = np.flatnonzero((m.numpy() > new.numpy()).reshape(-1))
-            w.detach().view(-1).index_fill_(0, torch.from_numpy(gone), 0)
-        else: w.detach().masked_fill_(m & ~new, 0)
 
 # %% ../nbs/06_sparsifier.ipynb #9f2c05f4
 @patch
@@ -310,14 +300,30 @@ def scores(self:Sparsifier,
                          f"{int(t.param.detach().isnan().sum())} of its weights are NaN; if that is none, look into criterion and reduce")
     return u if g.rows>1 else u.flatten()
 
-# %% ../nbs/06_sparsifier.ipynb #0ac1172d
+# %% ../nbs/06_sparsifier.ipynb #5c167816
+@patch
+def _is_direct(self:Sparsifier, name:str)->bool:
+    "Whether single weights are ranked by their own magnitude"
+    g,w = self.grans[name],self.targets[name].param
+    return (getattr(self.criteria, 'is_magnitude', False) and isinstance(g, Dims) and not g.dims
+            and w.dtype in (torch.float32, torch.float64) and w.is_contiguous())
+
+@patch
+def _weight(self:Sparsifier, name:str)->Tensor:
+    "A weight that is ranked by its own magnitude; NaN is refused by name"
+    w = self.targets[name].param.detach()
+    if has_nan(w): self.scores(name)
+    return w.view(-1)
+
+# %% ../nbs/06_sparsifier.ipynb #c8b79b34
 @patch
 def _units(self:Sparsifier, name:str)->Units:
     "What the context is told of a layer"
     g,m = self.grans[name],self.masks[name]
     alive = m.view(-1) if isinstance(g, Dims) and g.size==1 else g.active(m)
     if g.rows==1: alive = alive.view(-1)
-    return Units(name, g.shape, g.n, g.size, g.rows, n_true(alive), lambda: self.scores(name), alive)
+    return Units(name, g.shape, g.n, g.size, g.rows, n_true(alive), lambda: self.scores(name), alive,
+                 (lambda: self._weight(name)) if self._is_direct(name) else None)
 
 # %% ../nbs/06_sparsifier.ipynb #cb7691d7
 @patch
@@ -358,7 +364,7 @@ def update(self:Sparsifier,
     if new: self.set_masks(new)
     return list(new)
 
-# %% ../nbs/06_sparsifier.ipynb #b9b0c4c1
+# %% ../nbs/06_sparsifier.ipynb #73a27ea9
 @patch
 def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, found:Tensor|None)->Tensor:
     "The mask of one layer with `n_keep` units in each group; `found` if the context has picked them already"
@@ -367,7 +373,7 @@ def _mask(self:Sparsifier, name:str, u:Units, n_keep:int, found:Tensor|None)->Te
     if dim: found = drop(u.scores, u.alive, n_keep, dim)
     if dim and grows: found = grow(u.scores, found, n_keep, dim)
     elif found is None and grows: found = grow(u.scores, u.alive, n_keep, dim)
-    elif found is None: found = topk_masks([u.scores], n_keep, [u.alive], clean=True)[0]
+    elif found is None: found = ranking([u])(n_keep, [u.alive])[0]
     new = g.expand(found)
     return new if g.size==1 or grows else new & self.masks[name]
 

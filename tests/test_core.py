@@ -304,6 +304,22 @@ def test_topk_is_a_stable_sort(tensors, seed, share):
     assert np.concatenate([m.numpy().ravel() for m in got]).tolist()==keep.tolist() and [m.shape for m in got]==[s.shape for s in scores]
     if k: assert kth_largest(scores, k)==sorted(flat.tolist(), reverse=True)[k-1]
 
+@pytest.mark.parametrize('kind', ['normal', 'int4', 'bf16', 'constant', 'zeros', 'signed_zeros', 'huge', 'tiny', 'infinite', 'mixed'])
+@pytest.mark.parametrize('share', [0, .001, .3, .9, .999, 1])
+def test_ranking_by_magnitude_is_ranking_the_magnitudes(kind, share):
+    "In many pieces, among all and among some, float32 and float64 together: as if the magnitudes had been stored"
+    tensors = [values(kind, (700,500), 1), values(kind, (3,5,7), 2).double(), values(kind, (300,), 3)]
+    sizes,flat = [t.numel() for t in tensors],np.concatenate([np.abs(t.double().numpy()).ravel() for t in tensors])
+    chosen = np.random.default_rng(0).random(flat.size)<.4
+    for among in (None, chosen):
+        count = np.ones(flat.size, bool) if among is None else among
+        k = round(share*count.sum())
+        keep = np.zeros(flat.size, bool)
+        keep[np.argsort(-np.where(count, flat, -1), kind='stable')[:k]] = True
+        parts = None if among is None else [torch.from_numpy(a).view(t.shape) for a,t in zip(np.split(among, np.cumsum(sizes)[:-1]), tensors)]
+        got = topk_masks(tensors, k, parts, magnitude=True)
+        assert np.array_equal(np.concatenate([m.numpy().ravel() for m in got]), keep)
+
 @examples(80)
 @given(st.integers(1, 5), st.integers(1, 6), st.booleans(), VALUES, SEEDS, st.floats(0, 1))
 def test_topk_rows(rows, n, first, kind, seed, share):
