@@ -34,7 +34,7 @@ class Clock(NamedTuple):
     @property
     def last(self): return self.batch==self.batches-1
 
-# %% ../nbs/07_algorithm.ipynb #da8c10da
+# %% ../nbs/07_algorithm.ipynb #192a33b4
 @dataclass(frozen=True)
 class Algorithm(ABC):
     "How masks evolve; what is left None here is taken from the callback"
@@ -54,6 +54,9 @@ class Algorithm(ABC):
     @abstractmethod
     def update_masks(self, sp:Sparsifier, shares:dict)->list[str]: "Move the masks; the names whose masks changed"
     def shares(self, sp:Sparsifier, clock:Clock)->dict: "`{name: sparsity}`, the target now"
+    def first_shares(self, sp:Sparsifier)->dict:
+        "`{name: sparsity}` of the first masks: the target where the schedule starts"
+        return self.shares(sp, Clock(0, 2, 0, 2))
     def begin(self, sp:Sparsifier, names=None)->list[str]: "Make the first masks of `names` (None is all), once; the names whose masks changed"
     def check(self, sp:Sparsifier, steps:int)->None: "Refuse what cannot be reached in `steps` optimizer steps, before anything changes"
 
@@ -101,7 +104,7 @@ def _check_update(update, steps:int)->None:
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
     if first>=steps: raise ValueError(f"the first update is due at step {first}, but the fit ends after {steps}")
 
-# %% ../nbs/07_algorithm.ipynb #dc7f43bf
+# %% ../nbs/07_algorithm.ipynb #e47c0ae4
 @dataclass(frozen=True)
 class GMP(Algorithm):
     "Gradual magnitude pruning: keep the largest |w| at a sparsity that rises ([Zhu & Gupta 2017](https://arxiv.org/abs/1710.01878))"
@@ -125,7 +128,7 @@ class GMP(Algorithm):
     def shares(self, sp, clock): return _gmp_shares(self, sp, clock)
     def begin(self, sp, names=None):
         if self.init is None: return []
-        return sp.init_masks(self.init, _only(self.shares(sp, Clock(0, 1, 0, 1)), names))
+        return sp.init_masks(self.init, _only(self.first_shares(sp), names))
 
     def update_masks(self, sp, shares):
         sp.memory['index'] = sp.memory.get('index', 0)+1
@@ -136,7 +139,18 @@ class GMP(Algorithm):
         if sp.followers and not isinstance(self.sparsity, StepSchedule) and self.curve.falls:
             raise ValueError(f"{self.curve} lets sparsity fall, but a filter that was pruned with its bias and BatchNorm has no gradient and never "
                              "comes back: choose a schedule that rises, or a finer granularity")
+        if isinstance(self.sparsity, StepSchedule): _check_values(self.sparsity, steps)
+        elif self.init is not None and self.init!='from_zeros' and not any(self.first_shares(sp).values()):
+            raise ValueError(f"init={self.init!r} has no weight to choose: the schedule starts at 0. Give it a start_val, or use Static")
         sp.check(self.shares(sp, Clock(steps-1, steps, steps-1, steps)))
+
+# %% ../nbs/07_algorithm.ipynb #6861548e
+def _check_values(f:StepSchedule, steps:int)->None:
+    "Refuse a function of the step that leaves [0, 1], a rounding error apart"
+    for t in range(0, steps, max(1, steps//1000)) if not isinstance(f, Cycling) else ():
+        if not -1e-6<=f(t)<=1+1e-6:
+            raise ValueError(f"sparsity is {f(t):g} at step {t}: a fraction in [0, 1] is needed at every step. "
+                             "Lambda(lambda t: min(.9, f(t))) stops a function in time")
 
 # %% ../nbs/07_algorithm.ipynb #91fa5af6
 def _gmp_shares(a:GMP, sp:Sparsifier, clock:Clock)->dict:
@@ -165,7 +179,7 @@ def _gmp_due(a:GMP, clock:Clock)->bool:
     reached = a.curve.position(clock.batch, clock.batches)==1 and (clock.since<0 or a.curve.position(clock.since, clock.batches)!=1)
     return reached or (a.curve.stepped and a.curve.at(clock.batch, clock.batches)!=before)
 
-# %% ../nbs/07_algorithm.ipynb #7c8ac715
+# %% ../nbs/07_algorithm.ipynb #12720961
 @dataclass(frozen=True)
 class Static(Algorithm):
     "One mask for the whole run, made before the first step; `init='from_zeros'` holds a sparse network as it is"
@@ -179,14 +193,14 @@ class Static(Algorithm):
         if self.schedule is not None or self.update is not None:
             raise ValueError("Static has one mask for the whole run: leave out schedule and update")
 
-    def begin(self, sp, names=None): return sp.init_masks(self.init, _only(self.shares(sp, Clock(0, 1, 0, 1)), names))
+    def begin(self, sp, names=None): return sp.init_masks(self.init, _only(self.first_shares(sp), names))
     def shares(self, sp, clock):
         if self.sparsity is None and self.init!='from_zeros':
             raise ValueError("Static has no sparsity: a float in [0, 1) is needed, or init='from_zeros' without any")
         return dict.fromkeys(sp.targets, sp.sparsity if self.sparsity is None else float(self.sparsity))
     def due(self, sp, clock): return True
     def check(self, sp, steps):
-        if self.init!='from_zeros': return sp.check(self.shares(sp, Clock(0, 1, 0, 1)))
+        if self.init!='from_zeros': return sp.check(self.first_shares(sp))
         if all(bool((t.param!=0).all()) for t in sp.targets.values()):
             warn_user(f"there is no zero in {', '.join(list(sp.targets)[:6])}: nothing is held. Load or prune the sparse weights first")
 

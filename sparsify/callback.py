@@ -234,13 +234,13 @@ def _start(self:SparsifyCallback):
     self._clear(sp.targets)
     if all(t.param.requires_grad for t in sp.targets.values()): self._begin(self.algorithm.shares(sp, Clock(0, self._now.batches, 0, steps)))
 
-# %% ../nbs/09_callback.ipynb #02ae9053
+# %% ../nbs/09_callback.ipynb #e6063ffc
 @patch
 def _begin(self:SparsifyCallback, shares:dict)->None:
     "Make the first masks, if the algorithm makes any and the masks that are there are not as sparse already"
     sp,a = self.sparsifier,self.algorithm
     if not self._now.begin: return
-    first = {k: s for k,s in a.shares(sp, Clock(0, 1, 0, 1)).items() if k in shares}
+    first = {k: s for k,s in a.first_shares(sp).items() if k in shares}
     if a.init=='from_zeros' or _reached(sp, first)<_mean(sp, first): self._clear(a.begin(sp, set(first)))
     self._now.begin = False
 
@@ -390,7 +390,7 @@ def after_step(self:SparsifyCallback):
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #ad2b662d
+# %% ../nbs/09_callback.ipynb #deb22fff
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
@@ -399,7 +399,7 @@ def after_fit(self:SparsifyCallback):
     mode,now.mode = now.mode,'off'
     _drop_column(self.learn)
     if mode!='train': return
-    if not now.closed and now.target is not None:
+    if not now.closed and (now.target is not None or not now.told):
         final = self.algorithm.shares(sp, Clock(now.batches-1, now.batches, now.steps-1, now.steps))
         if final!=now.target:
             warn_user(f"training stopped after batch {now.since+1} of {now.batches}, "

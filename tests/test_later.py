@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.training import GradientAccumulation
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
@@ -15,13 +15,13 @@ from test_stumbles import N, fit, learner, zeros
 
 from sparsify.algorithm import GMP, Static
 from sparsify.callback import SparsifyCallback
-from sparsify.schedule import Schedule, dsd, lin, one_shot, sched_lin
+from sparsify.schedule import Linear, Schedule, dsd, lin, one_shot, sched_lin
 
 
 def split(m): return [list(m[:4].parameters()), list(m[4:].parameters())]
 
 
-@pytest.mark.parametrize('algorithm', [Static(.5, context='local'), GMP(.5, lin, init='topk')])
+@pytest.mark.parametrize('algorithm', [Static(.5, context='local'), GMP(.5, Schedule(sched_lin, start_val=1), init='topk')])
 @pytest.mark.parametrize('frozen', ['wait', 'skip'])
 def test_first_masks_wait_for_unfreeze(algorithm, frozen):
     learn = learner(splitter=split)
@@ -165,3 +165,30 @@ def test_filters_are_worked_out_once():
     assert sp.outputs('2.weight') is sp.outputs('2.weight') and int(sp.outputs('2.weight').sum())==8
     sp.masks['2.weight'][0] = ~sp.masks['2.weight'][0]
     assert int(sp.outputs('2.weight').sum())!=8
+
+
+@pytest.mark.parametrize('sparsity, seen', [(lambda t: .5+t/4, ('1.25 at step 3', 'min(.9')), (Linear(-.1, .01), ('-0.1 at step 0',))])
+def test_a_function_of_the_step_that_leaves_the_range_is_refused(sparsity, seen):
+    learn = learner()
+    before = {k: v.clone() for k,v in learn.model.state_dict().items()}
+    with pytest.raises(ValueError) as e: fit(learn, cbs=SparsifyCallback(sparsity))
+    assert all(o in str(e.value) for o in seen), e.value
+    assert all(torch.equal(v, before[k]) for k,v in learn.model.state_dict().items())
+
+
+def test_first_masks_of_gmp_are_at_the_start_of_its_schedule():
+    "lin from 40 % to 80 %: 40 % of the weights are random zeros before the first step; a start at 0 has nothing to choose"
+    seen = []
+    class Look(Callback):
+        order = 10.6
+        def before_batch(self): seen.append(zeros(self.learn))
+    learn = fit(learner(), cbs=[SparsifyCallback(algorithm=GMP(.8, Schedule(sched_lin, start_val=.5), init='random')), Look()])
+    assert (seen[0], zeros(learn))==(round(.4*N), round(.8*N))
+    with pytest.raises(ValueError, match='the schedule starts at 0'): fit(learner(), cbs=SparsifyCallback(algorithm=GMP(.8, lin, init='random')))
+
+
+def test_a_fit_stopped_before_its_first_batch_says_so():
+    class Stop(Callback):
+        order = 10.7
+        def before_train(self): raise CancelFitException
+    with pytest.warns(UserWarning, match='stopped after batch 0 of'): fit(learner(), cbs=[SparsifyCallback(.5), Stop()])
