@@ -34,7 +34,7 @@ class Clock(NamedTuple):
     @property
     def last(self): return self.batch==self.batches-1
 
-# %% ../nbs/07_algorithm.ipynb #192a33b4
+# %% ../nbs/07_algorithm.ipynb #319fe967
 @dataclass(frozen=True)
 class Algorithm(ABC):
     "How masks evolve; what is left None here is taken from the callback"
@@ -57,6 +57,9 @@ class Algorithm(ABC):
     def first_shares(self, sp:Sparsifier)->dict:
         "`{name: sparsity}` of the first masks: the target where the schedule starts"
         return self.shares(sp, Clock(0, 2, 0, 2))
+    def settled(self, sp:Sparsifier, clock:Clock)->bool:
+        "Whether the target now is the one of the last batch"
+        return self.shares(sp, clock)==self.shares(sp, Clock(clock.batches-1, clock.batches, clock.steps-1, clock.steps))
     def begin(self, sp:Sparsifier, names=None)->list[str]: "Make the first masks of `names` (None is all), once; the names whose masks changed"
     def check(self, sp:Sparsifier, steps:int)->None: "Refuse what cannot be reached in `steps` optimizer steps, before anything changes"
 
@@ -104,7 +107,7 @@ def _check_update(update, steps:int)->None:
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
     if first>=steps: raise ValueError(f"the first update is due at step {first}, but the fit ends after {steps}")
 
-# %% ../nbs/07_algorithm.ipynb #e47c0ae4
+# %% ../nbs/07_algorithm.ipynb #5dbe5704
 @dataclass(frozen=True)
 class GMP(Algorithm):
     "Gradual magnitude pruning: keep the largest |w| at a sparsity that rises ([Zhu & Gupta 2017](https://arxiv.org/abs/1710.01878))"
@@ -125,6 +128,9 @@ class GMP(Algorithm):
     def curve(self)->Schedule: return self.schedule or Schedule(sched_agp, end=.75)
 
     def due(self, sp, clock): return _gmp_due(self, clock)
+    def settled(self, sp, clock):
+        if isinstance(self.sparsity, Cycling): return sp.memory.get('index', 0)>=len(self.sparsity.values)-1
+        return super().settled(sp, clock)
     def shares(self, sp, clock): return _gmp_shares(self, sp, clock)
     def begin(self, sp, names=None):
         if self.init is None: return []

@@ -7,6 +7,7 @@ from .context import *
 from .targets import *
 from .sparsifier import *
 from .algorithm import *
+from .copies import *
 from .callback import *
 
 del Lambda, sched_lin, sched_cos

@@ -85,7 +85,7 @@ class Masks(UserDict):
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
         return mask.contiguous()
 
-# %% ../nbs/06_sparsifier.ipynb #9bf27ba3
+# %% ../nbs/06_sparsifier.ipynb #efd389c4
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -110,6 +110,7 @@ class Sparsifier:
         self.min_keep = 0 if self.granularity=='layer' else min_keep
         self.layer_type,self.exclude,self.within,self.updates,self.memory = layer_type,exclude,within,0,{}
         self._trusted,self.held = False,False      # held: the weights obey the masks at every update, as in the callback's fit
+        self.agree:Callable|None = None      # new masks → the new masks of all processes, asked at every update
         targets,self.shares,skipped = spread(sparsity, model, layer_type, exclude, within)
         self.model,(self.targets,self.grans) = unwrap(model),_bind(targets, self.granularity, skipped)
         _check_room(self.grans, self.min_keep)
@@ -256,6 +257,18 @@ def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.all_masks(): zero_(t.param, m)
 
+# %% ../nbs/06_sparsifier.ipynb #d0da7d70
+@patch
+def obeys(self:Sparsifier)->bool:
+    "Whether every weight that its mask prunes is zero"
+    return all(torch.count_nonzero(t.param.detach()[~m])==0 for _,t,m in self.all_masks())
+
+@patch
+def fits(self:Sparsifier, model:nn.Module)->bool:
+    "Whether these are the parameters of `model` as it is now: parts of it may have been replaced"
+    modules = {id(m) for m in unwrap(model).modules()}
+    return all(id(t.module) in modules and t.param is not None and t.param.shape==self.masks[k].shape for k,t in self.targets.items())
+
 # %% ../nbs/06_sparsifier.ipynb #26ef481c
 @patch
 def set_masks(self:Sparsifier,
@@ -346,7 +359,7 @@ def _share(self:Sparsifier, shares:dict[str,float])->tuple[dict,dict]:
     if isinstance(self.granularity, NM): kept = {k: max(n, self.granularity.n) for k,n in kept.items()}
     return units,kept
 
-# %% ../nbs/06_sparsifier.ipynb #0d33bf66
+# %% ../nbs/06_sparsifier.ipynb #1109798a
 @patch
 def update(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}` of the targets to look at, fractions in [0, 1]
@@ -355,12 +368,13 @@ def update(self:Sparsifier,
     "Move the masks to the sparsity asked: only layers whose number of units changes are scored and changed"
     if not shares: return []
     units,kept = self._share(shares)
-    if not falls and self.context is global_ and sum((kept[k]-u.active)*u.size for k,u in units.items())>=0: return []
+    if not falls and self.context is global_ and sum((kept[k]-u.active)*u.size for k,u in units.items())>=0: units = {}
     new = {}
     for k,u in units.items():
         n = kept[k]
         most,least = (u.active, u.active) if u.rows==1 else u.alive.sum(-1).aminmax()[::-1]      # rows may differ in a mask taken over
         if most>n or (falls and least<n): new[k] = self._mask(k, u, n, getattr(kept, 'masks', {}).get(k))
+    if self.agree: new = self.agree(new)
     if new: self.set_masks(new)
     return list(new)
 
@@ -434,7 +448,7 @@ def warn_nm(nm:NM, sparsity)->None:
     if values-{nm.sparsity, None}:
         warn_user(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}")
 
-# %% ../nbs/06_sparsifier.ipynb #75dca81b
+# %% ../nbs/06_sparsifier.ipynb #5cf0f653
 @patch
 def init_masks(self:Sparsifier,
     init, # 'random', 'topk', 'from_zeros', 'checkerboard' or a function (see `as_init`)
@@ -450,6 +464,7 @@ def init_masks(self:Sparsifier,
             w = self.targets[k].param
             if has_nan(w): raise ValueError(f"{k}: {int(w.isnan().sum())} of its weights are NaN, which have no rank")
             new[k] = f(w, 1-kept[k]/u.n, shaper=self.grans[k], device=w.device, **extra)
+    if self.agree: new = self.agree(new)
     self.set_masks(new)
     return list(new)
 
@@ -508,12 +523,12 @@ def _read_state(state:dict)->tuple[dict,dict,tuple]:
     refs = {k: {n: torch.as_tensor(r) for n,r in v.items()} for k,v in state['refs'].items()}
     return masks,refs,(_whole_number(state['seed'], 'seed'),_whole_number(state['updates'], 'updates'),dict(state['memory']))
 
-# %% ../nbs/06_sparsifier.ipynb #90e7a696
+# %% ../nbs/06_sparsifier.ipynb #75d5434c
 @patch
-def load_state_dict(self:Sparsifier,
+def check_state(self:Sparsifier,
     state:dict, # From `state_dict`
-)->None:
-    "Take masks and memory back and apply them; a state of another model is refused by name before anything changes"
+)->tuple[dict,dict,tuple]: # Masks, memory of the criterion, and seed, updates and memory of the algorithm
+    "Refuse a damaged state, or one of another model, by name"
     if not isinstance(state, dict) or state.get('version')!=1: raise ValueError("this is no state of a Sparsifier (version 1)")
     try: masks,refs,numbers = _read_state(state)
     except (KeyError, TypeError, AttributeError) as e: raise ValueError(f"the state is damaged: {type(e).__name__} {e}") from None
@@ -528,7 +543,15 @@ def load_state_dict(self:Sparsifier,
     for k,v in refs.items():
         odd = [n for n in set(v)|set(self.targets) if n not in v or n not in self.targets or v[n].shape!=self.targets[n].param.shape]
         if odd: raise ValueError(f"what the state remembers as {k!r} does not fit {odd[0]!r}")
-    self.seed,self.updates,self.memory = numbers
+    return masks,refs,numbers
+
+# %% ../nbs/06_sparsifier.ipynb #db65ef40
+@patch
+def load_state_dict(self:Sparsifier,
+    state:dict, # From `state_dict`
+)->None:
+    "Take masks and memory back and apply them; what does not fit is refused before anything changes (see `check_state`)"
+    masks,refs,(self.seed,self.updates,self.memory) = self.check_state(state)
     for k,v in refs.items():
         for n,r in v.items(): self.refs[k][n].copy_(r)
     for k,m in masks.items(): self.masks[k] = m.to(self.targets[k].param.device)

@@ -19,12 +19,13 @@ import torch
 import torch.nn as nn
 from torch.nn.parameter import Parameter, UninitializedParameter, is_lazy
 
-# %% ../nbs/05_targets.ipynb #3370f005
+# %% ../nbs/05_targets.ipynb #7bfee0c9
 def warn_user(
     message:str,
     category:type=UserWarning,
 )->None:
-    "Warn at the line of the user's own code, past the frames of this library and of those that call it"
+    "Warn at the line of the user's own code, past the frames of this library and of those that call it; of several processes, the first"
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()>0: return
     frame,level = sys._getframe(1),2
     while frame.f_back and (frame.f_code.co_filename=='<string>' or frame.f_globals.get('__name__', '').partition('.')[0] in _ours):
         frame,level = frame.f_back,level+1

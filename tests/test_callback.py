@@ -277,11 +277,11 @@ def test_starts_from_the_zeros_of_a_model():
     assert seen.seen==[856, 856, 856, 856, 856, 856, 944, 1102][:6]+[944, 1102]
 
 def test_resume_in_the_middle():
-    "`start_epoch`: counted from the first epoch"
+    "`start_epoch`: counted from the first epoch; a warning that no masks have come with it"
     cb = SparsifyCallback(.8, schedule=lin, layer_type='3')
     learn = learner(4)
     seen = watch(conv_zeros)
-    quiet(learn.fit, 4, cbs=[cb, seen], start_epoch=2)
+    with pytest.warns(UserWarning, match='start_epoch=2, but no masks have come'): learn.fit(4, cbs=[cb, seen], start_epoch=2)
     assert seen.seen==[round(.8*N3*t/15) for t in range(8, 16)]
 
 def test_stopped_and_resumed():
@@ -457,7 +457,7 @@ def test_cut_short(other, stops_at):
 def test_stopped_early():
     learn = learner(4)
     with pytest.warns(UserWarning, match=r'stopped after batch 8 of 12, at sparsity 0\.3178 of 0\.5000'):   # 389 of 1224: 612·7/11 is 389.5
-        learn.fit(3, cbs=[SparsifyCallback(.5, schedule=lin), EarlyStoppingCallback(monitor='train_loss', min_delta=1e9)])
+        learn.fit(3, cbs=[SparsifyCallback(.5, schedule=lin, sparse_best=False), EarlyStoppingCallback(monitor='train_loss', min_delta=1e9)])
     assert conv_zeros(learn)==389
 
 def test_cut_short_at_the_target_is_no_news():
@@ -593,7 +593,8 @@ def test_files(name, tmp_path):
     assert [(k, v.shape, v.dtype) for k,v in a.items()]==[(k, v.shape, v.dtype) for k,v in b.items()]
     assert [n for n,_ in dense.model.named_parameters()]==[n for n,_ in learn.model.named_parameters()] and len(list(dense.model.buffers()))==len(list(learn.model.buffers()))
     dense.save('dense'); learn.save('sparse')
-    assert abs((tmp_path/'models'/'dense.pth').stat().st_size-(tmp_path/'models'/'sparse.pth').stat().st_size)<=64
+    grown = (tmp_path/'models'/'sparse.pth').stat().st_size-(tmp_path/'models'/'dense.pth').stat().st_size
+    assert 0<grown<=1224//8+3000      # a bit for each weight, and what torch needs to pack anything at all
     dense.load('sparse')
     assert same(dense.model.state_dict(), learn.model.state_dict())
     inner = getattr(learn.model, '_orig_mod', getattr(learn.model, 'module', learn.model))
