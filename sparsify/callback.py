@@ -5,33 +5,31 @@
 # %% auto #0
 __all__ = ['SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #4dd3026d
+# %% ../nbs/09_callback.ipynb #54caa0ec
 import math
 from collections.abc import Callable, Iterable
-from copy import copy
 from types import SimpleNamespace
 
-import torch
 import torch.nn as nn
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import Learner
 from fastcore.basics import patch
-from torch import Tensor
 
 from .algorithm import GMP, Algorithm, Clock, Static
-from .checkpoint import KeepsMasks, find_run, kept, obeyed
+from .checkpoint import KeepsMasks, find_run, kept
 from .copies import warn_of_copies
 from .criteria import check_criterion, large_final
 from .granularity import NM, check_granularity
-from .masks import n_true, unpack_bits
+from .handover import (back_to, inherit, is_idle_holder, let_go, mean_share, move_holders, others, reached, refuse_overlap, refuse_part,
+                               run_to_resume)
 from .optimizer import forget, zero_any_
 from .processes import agreeing
 from .progress import add_column, drop_column, forget_best, history_frame, record, trackers
 from .schedule import Cycling, as_schedule, as_update
-from .sparsifier import Masks, Sparsifier, warn_nm
-from .targets import as_fraction, spread, warn_user
+from .sparsifier import Sparsifier, warn_nm
+from .targets import as_fraction, warn_user
 
 # %% ../nbs/09_callback.ipynb #e980f73c
 def _get(self):
@@ -54,7 +52,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #334dcc6d
+# %% ../nbs/09_callback.ipynb #e97a0d4f
 class SparsifyCallback(KeepsMasks, Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -109,7 +107,7 @@ class SparsifyCallback(KeepsMasks, Callback):
         if learn is None and self.learn is not None:
             if sum(cb is self for cb in self.learn.cbs)>1: return      # refused as given twice: it stays where it was
             if self.hold and self._now.mode=='train': _leave_holder(self)      # an exception ends a fit without `after_fit`
-            if not _others(self): drop_column(self.learn)
+            if not others(self): drop_column(self.learn)
         self.__dict__['_learn'] = learn
 
 # %% ../nbs/09_callback.ipynb #cefdd5c4
@@ -131,7 +129,7 @@ def _check_algorithm(a:Algorithm, nm)->None:
     if isinstance(a, Static) and a.sparsity is None and a.init!='from_zeros':
         raise ValueError("sparsity is missing: Static needs a fraction in [0, 1), or init='from_zeros'")
 
-# %% ../nbs/09_callback.ipynb #9104ca3b
+# %% ../nbs/09_callback.ipynb #0c2d101f
 @patch
 def before_fit(self:SparsifyCallback):
     "Note what kind of run begins; in training, add the column"
@@ -140,10 +138,10 @@ def before_fit(self:SparsifyCallback):
         raise ValueError("this SparsifyCallback is there twice: in the Learner's cbs and in fit's. Give it once")
     self._now.mode,self._now.masks = 'off',None
     if hasattr(self.learn, 'lr_finder'): self._now.mode = 'hold' if self.sparsifier else 'off'
-    elif not _is_idle_holder(self):
+    elif not is_idle_holder(self):
         self._now.mode = 'new'
         self._now.epoch = -1
-        _refuse_overlap(self)
+        refuse_overlap(self)
         if any(isinstance(cb, NonNativeMixedPrecision) for cb in self.learn.cbs):
             raise ValueError("to_non_native_fp16 trains fp32 copies of the weights, which this callback does not see: use learn.to_fp16()")
         add_column(self.learn)
@@ -153,18 +151,11 @@ def before_epoch(self:SparsifyCallback):
     "Count the epochs: a validation in between sets fastai's own count back to 0"
     if self._now.mode!='off' and not self.learn.lock.locked(): self._now.epoch += 1
 
-# %% ../nbs/09_callback.ipynb #60a221cd
-def _others(cb:SparsifyCallback)->list: return [o for o in cb.learn.cbs if isinstance(o, SparsifyCallback) and o is not cb]
-
-def _is_idle_holder(cb:SparsifyCallback)->bool:
-    "Whether a callback only holds what another one in the learner, with the same sparsifier, looks after"
-    return cb.holds and any(o.sparsifier is cb.sparsifier for o in _others(cb))
-
-# %% ../nbs/09_callback.ipynb #5a35156c
+# %% ../nbs/09_callback.ipynb #fca46c4d
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
-    if self._now.mode=='off' and self.sparsifier is not None and not _is_idle_holder(self): self._now.mode = 'hold'   # after a fit inside this one
+    if self._now.mode=='off' and self.sparsifier is not None and not is_idle_holder(self): self._now.mode = 'hold'   # after a fit inside this one
     self._now.trained,self._now.pure = None,True
     if self._now.mode!='new': return
     try: self._start()
@@ -174,7 +165,7 @@ def before_train(self:SparsifyCallback):
     if self.sparse_best: _warn_no_best(self)
     warn_of_copies(self.learn)
 
-# %% ../nbs/09_callback.ipynb #0916fc06
+# %% ../nbs/09_callback.ipynb #b76c19da
 @patch
 def _start(self:SparsifyCallback):
     "What is done once in a fit, before its first batch"
@@ -185,55 +176,30 @@ def _start(self:SparsifyCallback):
     fresh = old is None or not old.fits(self.learn.model)
     sp = self.algorithm.bind(self.learn.model, **self.options) if fresh else old
     self.algorithm.check(sp, steps)
-    run = _run_of(self, sp)
-    _move_holders(self, sp)
+    run = run_to_resume(self, sp, self._now.epoch)
+    move_holders(self, sp)
     self.sparsifier = sp
     self._now.__dict__.update(mode='train', batches=batches, steps=steps, step=self._now.epoch*n//per_step, since=-1, fresh=True, real=False,
                               target=None, closed=False, told=False, settled=False, pures=0, fit=self._now.fit+1)
     if fresh:
-        _inherit(self, old)
+        inherit(self, old)
         self._now.begin = self.algorithm.init is not None
     self._resume(run)
-    _let_go(self)
+    let_go(self)
     sp.apply_masks()
     self._clear(sp.targets)
     if all(t.param.requires_grad for t in sp.targets.values()): self._begin(self.algorithm.shares(sp, Clock(0, batches, 0, steps)))
 
-# %% ../nbs/09_callback.ipynb #4b119ee5
+# %% ../nbs/09_callback.ipynb #dff42572
 @patch
 def _begin(self:SparsifyCallback, shares:dict)->None:
     "Make the first masks, if the algorithm makes any and the masks that are there are not as sparse already"
     sp,a = self.sparsifier,self.algorithm
     if not self._now.begin: return
     first = {k: s for k,s in a.first_shares(sp).items() if k in shares}
-    if a.init=='from_zeros' or _reached(sp, first)<_mean(sp, first):
+    if a.init=='from_zeros' or reached(sp, first)<mean_share(sp, first):
         with agreeing(sp, self.learn.model): self._clear(a.begin(sp, set(first)))
     self._now.begin = False
-
-# %% ../nbs/09_callback.ipynb #0b8114fc
-def _run_of(cb:SparsifyCallback, sp:Sparsifier)->dict|None:
-    "What a file has brought for a run that goes on; what does not fit is refused by name"
-    if not cb._now.epoch: return None
-    loaded = kept(cb.learn).loaded
-    run = find_run(loaded, sp)
-    if run is None:
-        _refuse_part(loaded, sp, 'the file that was loaded')
-        return None
-    if run['algorithm']!=type(cb.algorithm).__name__:
-        raise ValueError(f"the file that was loaded is of a run with {run['algorithm']}, this callback's algorithm is {type(cb.algorithm).__name__}: "
-                         "go on with the same, or fit without start_epoch to begin a run from its masks")
-    sp.check_state(run['sparsifier'])
-    if not obeyed(run, cb.learn.model):
-        raise ValueError("the weights are not those of the file that was loaded any more, their zeros are gone: load it again, or fit without start_epoch")
-    return run
-
-def _refuse_part(runs:list[dict], sp:Sparsifier, file)->None:
-    "Refuse a run that has some of the parameters of `sp`, and not the same ones"
-    for r in runs:
-        theirs,mine = set(r['sparsifier']['masks']),set(sp.targets)
-        if theirs & mine and theirs!=mine:
-            raise ValueError(f"{file} has masks of {', '.join(sorted(theirs)[:6])}, and this callback sparsifies {', '.join(sorted(mine)[:6])}: "
-                             f"{', '.join(sorted(theirs^mine)[:6])} on one side only. Choose the same layers, or take the callback out of the learner first")
 
 # %% ../nbs/09_callback.ipynb #a0ab2395
 @patch
@@ -256,69 +222,6 @@ def _batches_per_step(learn:Learner)->int:
     acc = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
     bs = getattr(learn.dls.train, 'bs', None) or getattr(learn.dls.train, 'batch_size', None) or 1
     return max(1, math.ceil(acc[0].n_acc/bs)) if acc else 1
-
-# %% ../nbs/09_callback.ipynb #73339073
-def _take_over(sp:Sparsifier, masks:dict)->None:
-    "Start from earlier masks, where the weights still obey them and they fit the granularity"
-    for k,m in masks.items():
-        t = sp.targets.get(k)
-        if t is None or t.param.shape!=m.shape: continue
-        m = m.to(t.param.device)
-        if torch.count_nonzero(t.param.detach()[~m])==0 and torch.equal(sp.grans[k].expand(sp.grans[k].active(m)), m): sp.masks[k] = m
-
-# %% ../nbs/09_callback.ipynb #d1e689fb
-def _inherit(cb:SparsifyCallback, old:Sparsifier|None)->None:
-    "Take over what callbacks before this one have left, and what a file has brought"
-    k,sp = kept(cb.learn),cb.sparsifier
-    for o in [*(o.sparsifier for o in k.past if o is not cb), old]: _take_over(sp, o.masks if o is not None else {})
-    for r in k.loaded: _take_over(sp, {n: unpack_bits(m['bits'], m['shape']) for n,m in r['sparsifier']['masks'].items()})
-
-def _let_go(cb:SparsifyCallback)->None:
-    "Forget what others knew of the parameters that are this callback's now"
-    k,mine = kept(cb.learn),cb.sparsifier.targets.keys()
-    k.past = [o for o in k.past if o is cb or o in cb.learn.cbs or o.sparsifier is not None and mine.isdisjoint(o.sparsifier.targets)]
-    k.loaded = [r for r in k.loaded if mine.isdisjoint(r['sparsifier']['masks'])]
-
-# %% ../nbs/09_callback.ipynb #48a9ae54
-def _give_way(learn:Learner, holder:SparsifyCallback, names:list[str])->None:
-    "Let a holder hold what is left without `names`, or leave"
-    sp = copy(holder.sparsifier)
-    sp.targets = {k: t for k,t in sp.targets.items() if k not in names}
-    sp.followers = {k: v for k,v in sp.followers.items() if v[1] in sp.targets}
-    masks,sp.masks = sp.masks,Masks(sp.targets)
-    sp.masks.update({k: masks[k] for k in sp.targets})
-    holder.sparsifier = sp
-    if not sp.targets:
-        holder._now.mode = 'off'
-        learn.remove_cb(holder)
-
-# %% ../nbs/09_callback.ipynb #5de6e426
-def _params_of(cb:SparsifyCallback)->dict[int,str]:
-    "The parameters that a callback sparsifies, or will, by identity"
-    sp,a = cb.sparsifier,cb.algorithm
-    if sp is not None and sp.fits(cb.learn.model): targets = sp.targets
-    else: targets = spread(a.sparsity if a.by_layer else None, cb.learn.model, *(cb.options[k] for k in ('layer_type', 'exclude', 'within')))[0]
-    return {id(t.param): k for k,t in targets.items()}
-
-# %% ../nbs/09_callback.ipynb #debe78ec
-def _refuse_overlap(cb:SparsifyCallback)->None:
-    "Two callbacks on one parameter would pull it two ways, unless one only holds: said before either does anything"
-    mine = _params_of(cb)
-    for o in _others(cb):
-        if cb.holds or o.holds or o.sparsifier is cb.sparsifier is not None: continue
-        both = [mine[i] for i in _params_of(o) if i in mine]
-        if both: raise ValueError(f"{both[0]} is sparsified by two callbacks, perhaps one in learn.cbs (learn.remove_cb takes it out) and "
-                                  "one given to fit: give each its own layers (layer_type, exclude, model)")
-
-# %% ../nbs/09_callback.ipynb #63ab45f2
-def _move_holders(cb:SparsifyCallback, sp:Sparsifier)->None:
-    "Let holders give way where `sp` takes over, which then goes on holding after the fit"
-    mine = {id(t.param) for t in sp.targets.values()}
-    for o in _others(cb):
-        both = [k for k,t in o.sparsifier.targets.items() if id(t.param) in mine] if o.holds and o.sparsifier is not sp else []
-        if both:
-            _give_way(cb.learn, o, both)
-            cb.hold = True
 
 # %% ../nbs/09_callback.ipynb #9e09224a
 @patch
@@ -430,7 +333,7 @@ def _warn_no_best(cb:SparsifyCallback)->None:
         warn_user(f"no epoch is trained at the final sparsity from its first batch to its last, so {type(found[0]).__name__} has none to choose from and takes the last: "
                   "end the schedule earlier, train for longer, or pass sparse_best=False to let it choose among all")
 
-# %% ../nbs/09_callback.ipynb #d2578a3b
+# %% ../nbs/09_callback.ipynb #c4eff89b
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
@@ -444,12 +347,12 @@ def after_fit(self:SparsifyCallback):
         final = self.algorithm.shares(sp, Clock(now.batches-1, now.batches, now.steps-1, now.steps))
         if final!=now.target:
             warn_user(f"training stopped after batch {now.since+1} of {now.batches}, "
-                          f"at sparsity {sp.sparsity:.4f} of {_mean(sp, final):.4f}")
-    elif now.closed and not sp.sparsity and _mean(sp, now.target)>0:
+                          f"at sparsity {sp.sparsity:.4f} of {mean_share(sp, final):.4f}")
+    elif now.closed and not sp.sparsity and mean_share(sp, now.target)>0:
         warn_user("nothing was pruned: every unit is larger than the sparsity asked allows. Choose context='local' or a finer granularity")
     if self.hold: _leave_holder(self)
 
-# %% ../nbs/09_callback.ipynb #149feb85
+# %% ../nbs/09_callback.ipynb #c4912bf6
 @patch
 def file_state(self:SparsifyCallback)->dict:
     "What is saved with the weights: tensors, numbers, strings, lists and dicts only"
@@ -461,7 +364,7 @@ def file_state(self:SparsifyCallback)->dict:
 def check_file(self:SparsifyCallback, runs:list[dict], file)->None:
     "Refuse a file with masks of some of these layers, or with others in the same place"
     run = find_run(runs, self.sparsifier)
-    if run is None: _refuse_part(runs, self.sparsifier, file)
+    if run is None: refuse_part(runs, self.sparsifier, file)
     else: self.sparsifier.check_state(run['sparsifier'])
 
 @patch
@@ -470,37 +373,19 @@ def take_file(self:SparsifyCallback, runs:list[dict], file)->None:
     run,sp = find_run(runs, self.sparsifier),self.sparsifier
     final,self._now.masks = self._now.masks if self.learn.__dict__.get('dl') is not None else None,None
     if run is not None: sp.load_state_dict(run['sparsifier'])
+    elif self._now.mode=='train': sp.apply_masks()
     elif final is None:
-        for cb in [self, *_others(self)]: cb.sparsifier = None if cb.sparsifier is sp else cb.sparsifier
+        for cb in [self, *others(self)]: cb.sparsifier = None if cb.sparsifier is sp else cb.sparsifier
         warn_user(f"{file} holds no masks: those of {', '.join(list(sp.targets)[:6])} are dropped, and the network is taken to be dense")
-    if final is not None: _back_to(self, final, file)
+    if final is not None and back_to(sp, final, file): self._clear(sp.targets)
 
-# %% ../nbs/09_callback.ipynb #16a1662d
-def _back_to(cb:SparsifyCallback, final:dict[str,Tensor], file)->None:
-    "Put the masks of the end of a fit over an epoch that was loaded, if that has fewer zeros"
-    sp = cb.sparsifier
-    had = sp.sparsity
-    if sum(map(n_true, sp.masks.values()))<=sum(map(n_true, final.values())) and sp.obeys(): return
-    sp.set_masks(final)
-    warn_user(f"{file}, the best epoch, had a sparsity of {had:.4f} and not yet {sp.sparsity:.4f}: it was pruned to that now, without training. "
-              "End the schedule earlier, so that there are epochs at the final sparsity to choose from")
-
-# %% ../nbs/09_callback.ipynb #e231f40c
+# %% ../nbs/09_callback.ipynb #0e99bba6
 def _leave_holder(cb:SparsifyCallback)->None:
     "Put a callback in the learner that holds what `cb` has pruned, if there is none"
-    if any(o.sparsifier is cb.sparsifier for o in _others(cb)): return
+    if any(o.sparsifier is cb.sparsifier for o in others(cb)): return
     holder = SparsifyCallback(algorithm=Static(init='from_zeros'))
     holder.options,holder.sparsifier,holder.holds = cb.options,cb.sparsifier,True
     cb.learn.add_cb(holder)
-
-def _mean(sp:Sparsifier, shares:dict)->float:
-    "The sparsity of all targets together that these shares would give"
-    n = {k: sp.targets[k].param.numel() for k in shares}
-    return sum(shares[k]*n[k] for k in shares)/sum(n.values())
-
-def _reached(sp:Sparsifier, names:Iterable[str])->float:
-    "The sparsity that these targets together have"
-    return 1-sum(n_true(sp.masks[k]) for k in names)/sum(sp.masks[k].numel() for k in names)
 
 # %% ../nbs/09_callback.ipynb #412f9b90
 @patch

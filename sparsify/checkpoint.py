@@ -21,10 +21,11 @@ from .masks import unpack_bits
 from .sparsifier import Sparsifier
 from .targets import clean_name, unwrap, warn_user
 
-# %% ../nbs/08b_checkpoint.ipynb #0186ab3a
+# %% ../nbs/08b_checkpoint.ipynb #4c6d8270
 class KeepsMasks:
     "A callback whose masks go with the files of its learner"
     sparsifier:Sparsifier|None=None
+    holds = False      # whether it only keeps zeros at zero
     def file_state(self)->dict: raise NotImplementedError(f"{type(self).__name__} has no `file_state`")
     def check_file(self, runs:list[dict], file)->None: "Refuse what a file brings, before any weight changes"
     def take_file(self, runs:list[dict], file)->None: "Take what a file has brought, once the weights are there"

@@ -37,7 +37,7 @@ def mask_copy(
     if odd: raise ValueError(f"this {type(copy).__name__} is no copy of the model: it has no {odd[0]!r} of the same shape")
     for k,_,m in sp.all_masks(): zero_(params[k], m.to(params[k].device))
 
-# %% ../nbs/08d_copies.ipynb #cb07e954
+# %% ../nbs/08d_copies.ipynb #f1ccd31a
 class SparseCopies(Callback):
     "Keep copies of the model as sparse as the model itself: averages (EMA, SWA) and the like"
     order,run_valid = 66,False
@@ -54,21 +54,21 @@ class SparseCopies(Callback):
         found = [c if isinstance(c, nn.Module) else c(self.learn) for c in self.copies]
         return [c for c in found if c is not None]
 
-    def mask(self)->None:
-        "Zero in every copy, and in what stands in the model's place, what is pruned"
+    def mask(self, model:bool=True)->None:
+        "Zero in every copy what is pruned, and in the model's place too if `model`"
         for sp in [cb.sparsifier for cb in self.learn.cbs if isinstance(cb, KeepsMasks) and cb.sparsifier is not None]:
             for c in self.all_copies(): mask_copy(c, sp)
-            sp.apply_masks()
+            if model: sp.apply_masks()
 
-    def after_batch(self): self.mask()
+    def after_batch(self): self.mask(model=False)
     def before_validate(self): self.mask()
     def after_fit(self): self.mask()
 
-# %% ../nbs/08d_copies.ipynb #b986fc5d
+# %% ../nbs/08d_copies.ipynb #72185609
 def warn_of_copies(learn:Learner)->None:
     "Warn of an `AveragedModel` in the learner or one of its callbacks that no `SparseCopies` looks after"
     looked_after = {id(c) for cb in learn.cbs if isinstance(cb, SparseCopies) for c in cb.all_copies()}
     for o in (learn, *learn.cbs):
         for k,v in list(vars(o).items()):
-            if isinstance(v, AveragedModel) and id(v) not in looked_after:
+            if isinstance(v, AveragedModel) and v is not learn.model and id(v) not in looked_after:
                 warn_user(f"{type(o).__name__}.{k} is an average of the weights, which stays dense: add SparseCopies({k}) to the callbacks")
