@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT/'sparsify'
 LAYERS = {  # module: layer, in reading order
     'masks': 0, 'schedule': 0,
-    'granularity': 1, 'criteria': 1, 'context': 1, 'targets': 1,
+    'granularity': 1, 'criteria': 1, 'context': 1, 'targets': 1, 'followers': 1,
     'sparsifier': 2,
     'algorithm': 3, 'rewind': 3,
     'optimizer': 4, 'checkpoint': 4, 'progress': 4, 'copies': 4, 'processes': 4, 'handover': 4, 'callback': 4,
