@@ -20,6 +20,6 @@ setup(
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=['sparsify', 'sparsify.*']),
     install_requires=cfg['requirements'].split(),
-    extras_require={'dev': cfg['dev_requirements'].split()},
+    extras_require={extra: cfg[f'{extra}_requirements'].split() for extra in ('distrib', 'dev')},
     classifiers=['Programming Language :: Python :: 3', 'Programming Language :: Python :: 3 :: Only'],
 )

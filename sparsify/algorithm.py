@@ -23,10 +23,10 @@ from .schedule import At, Cycling, Every, Schedule, StepSchedule, as_schedule, a
 from .sparsifier import Sparsifier, check_options
 from .targets import as_fraction, warn_user
 
-# %% ../nbs/07_algorithm.ipynb #91a3494c
+# %% ../nbs/07_algorithm.ipynb #4187fdd7
 class Clock(NamedTuple):
     "Where training stands before a forward pass"
-    batch:int # Of this fit, from 0, counted from its first epoch
+    batch:int # Of this fit, from 0, counted from its first epoch. Where several batches make an optimizer step they count as one
     batches:int # In the whole fit
     step:int # Optimizer steps completed before this one
     steps:int # Optimizer steps planned in the whole fit
@@ -107,7 +107,10 @@ def _check_update(update, steps:int)->None:
     first = min(update.steps) if isinstance(update, At) else update.start if isinstance(update, Every) else 0
     if first>=steps: raise ValueError(f"the first update is due at step {first}, but the fit ends after {steps}")
 
-# %% ../nbs/07_algorithm.ipynb #5dbe5704
+# %% ../nbs/07_algorithm.ipynb #89285c5e
+_default_curve = Schedule(sched_agp, end=.75)
+
+# %% ../nbs/07_algorithm.ipynb #82b608d4
 @dataclass(frozen=True)
 class GMP(Algorithm):
     "Gradual magnitude pruning: keep the largest |w| at a sparsity that rises ([Zhu & Gupta 2017](https://arxiv.org/abs/1710.01878))"
@@ -125,7 +128,7 @@ class GMP(Algorithm):
         if self.init is not None: as_init(self.init)
 
     @property
-    def curve(self)->Schedule: return self.schedule or Schedule(sched_agp, end=.75)
+    def curve(self)->Schedule: return self.schedule or _default_curve
 
     def due(self, sp, clock): return _gmp_due(self, clock)
     def settled(self, sp, clock):

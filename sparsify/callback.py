@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #54caa0ec
+# %% ../nbs/09_callback.ipynb #89f6d9e7
 import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import torch.nn as nn
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, event
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import Learner
@@ -24,16 +24,16 @@ from .criteria import check_criterion, large_final
 from .granularity import NM, check_granularity
 from .handover import (back_to, inherit, is_idle_holder, let_go, mean_share, move_holders, others, reached, refuse_overlap, refuse_part,
                                run_to_resume)
-from .optimizer import forget, zero_any_
-from .processes import agreeing
+from .optimizer import forget, keeps_zeros, zero_any_
+from .processes import agreeing, n_batches, start_equal
 from .progress import add_column, drop_column, forget_best, history_frame, record, trackers
 from .schedule import Cycling, as_schedule, as_update
 from .sparsifier import Sparsifier, warn_nm
 from .targets import as_fraction, warn_user
 
-# %% ../nbs/09_callback.ipynb #e980f73c
+# %% ../nbs/09_callback.ipynb #55610659
 def _get(self):
-    past = kept(self).past
+    past = kept(self).past or [cb for cb in self.cbs if isinstance(cb, SparsifyCallback)]
     if not past: raise AttributeError("this Learner has had no SparsifyCallback yet")
     return past[-1]
 
@@ -52,7 +52,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #e97a0d4f
+# %% ../nbs/09_callback.ipynb #a7e6092e
 class SparsifyCallback(KeepsMasks, Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -98,7 +98,7 @@ class SparsifyCallback(KeepsMasks, Callback):
                             reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
         self.hold,self.if_frozen,self.sparse_best,self.holds,self.records = hold,frozen,sparse_best,False,[]
-        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1, step=0, since=-1, fresh=True, trained=None, fit=-1, masks=None)
+        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1, step=0, since=-1, fresh=True, trained=None, fit=-1, looked=-1, masks=None, trusted=False)
 
     @property
     def learn(self): return self.__dict__.get('_learn')
@@ -151,25 +151,25 @@ def before_epoch(self:SparsifyCallback):
     "Count the epochs: a validation in between sets fastai's own count back to 0"
     if self._now.mode!='off' and not self.learn.lock.locked(): self._now.epoch += 1
 
-# %% ../nbs/09_callback.ipynb #fca46c4d
+# %% ../nbs/09_callback.ipynb #8a422e89
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
     if self._now.mode=='off' and self.sparsifier is not None and not is_idle_holder(self): self._now.mode = 'hold'   # after a fit inside this one
     self._now.trained,self._now.pure = None,True
+    self._now.trusted = keeps_zeros(self.learn.opt) and not any(map(_is_foreign, self.learn.cbs))
     if self._now.mode!='new': return
     try: self._start()
     except Exception:
         drop_column(self.learn)
         raise
     if self.sparse_best: _warn_no_best(self)
-    warn_of_copies(self.learn)
 
-# %% ../nbs/09_callback.ipynb #b76c19da
+# %% ../nbs/09_callback.ipynb #68e028e3
 @patch
 def _start(self:SparsifyCallback):
     "What is done once in a fit, before its first batch"
-    n = len(self.learn.dls.train)
+    n = n_batches(self.learn.dls.train)
     batches,per_step = self.learn.n_epoch*n,_batches_per_step(self.learn)
     steps = max(1, batches//per_step)
     old = self.sparsifier
@@ -179,16 +179,24 @@ def _start(self:SparsifyCallback):
     run = run_to_resume(self, sp, self._now.epoch)
     move_holders(self, sp)
     self.sparsifier = sp
-    self._now.__dict__.update(mode='train', batches=batches, steps=steps, step=self._now.epoch*n//per_step, since=-1, fresh=True, real=False,
+    self._now.__dict__.update(mode='train', n=n, batches=batches, per=per_step, steps=steps, step=self._now.epoch*n//per_step, since=-1, at=-1, fresh=True, real=False,
                               target=None, closed=False, told=False, settled=False, pures=0, fit=self._now.fit+1)
     if fresh:
         inherit(self, old)
         self._now.begin = self.algorithm.init is not None
     self._resume(run)
     let_go(self)
+    with agreeing(sp, self.learn.model): start_equal(sp)
     sp.apply_masks()
     self._clear(sp.targets)
-    if all(t.param.requires_grad for t in sp.targets.values()): self._begin(self.algorithm.shares(sp, Clock(0, batches, 0, steps)))
+    if all(t.param.requires_grad for t in sp.targets.values()): self._begin(self.algorithm.shares(sp, self._clock(0)))
+
+# %% ../nbs/09_callback.ipynb #f485e09e
+@patch
+def _clock(self:SparsifyCallback, t:int)->Clock:
+    "The time at batch `t` of this fit"
+    now = self._now
+    return Clock(min(t//now.per, now.steps-1), now.steps, now.step, now.steps, now.since)
 
 # %% ../nbs/09_callback.ipynb #dff42572
 @patch
@@ -201,14 +209,14 @@ def _begin(self:SparsifyCallback, shares:dict)->None:
         with agreeing(sp, self.learn.model): self._clear(a.begin(sp, set(first)))
     self._now.begin = False
 
-# %% ../nbs/09_callback.ipynb #a0ab2395
+# %% ../nbs/09_callback.ipynb #e73c2c0a
 @patch
 def _resume(self:SparsifyCallback, run:dict|None)->None:
     "Go on from `run`, if there is one"
     now,sp = self._now,self.sparsifier
     if run is None:
-        t = now.epoch*now.batches//self.learn.n_epoch
-        if now.epoch and not sp.sparsity and any(self.algorithm.shares(sp, Clock(t-1, now.batches, now.step, now.steps)).values()):
+        t = now.epoch*now.n
+        if now.epoch and not sp.sparsity and any(self.algorithm.shares(sp, self._clock(t-1)).values()):
             warn_user(f"start_epoch={now.epoch}, but no masks have come: the run begins dense. Load a file that learn.save wrote with the callback at work, "
                       "or take zeros for masks with algorithm=GMP(init='from_zeros')")
         return
@@ -232,14 +240,14 @@ def before_batch(self:SparsifyCallback):
     self._move()
     now.pure = now.settled and (now.pure or self.learn.iter==0)
 
-# %% ../nbs/09_callback.ipynb #cf517774
+# %% ../nbs/09_callback.ipynb #8c0cd776
 @patch
 def _move(self:SparsifyCallback):
     "Ask for the target and, if an update is due, move the masks"
     now,sp,a = self._now,self.sparsifier,self.algorithm
-    t = now.epoch*len(self.learn.dl)+self.learn.iter
-    clock = Clock(t, now.batches, now.step, now.steps, now.since)
-    if not (now.fresh or clock.last): return
+    t = now.epoch*now.n+self.learn.iter
+    clock = self._clock(t)
+    if not now.fresh and (now.closed or not clock.last): return
     shares = self._unfrozen(a.shares(sp, clock))
     if not shares:
         now.settled = False
@@ -252,7 +260,7 @@ def _move(self:SparsifyCallback):
             with agreeing(sp, self.learn.model): self._clear(a.update_masks(sp, shares))
         finally: sp.held = False
         now.settled = a.settled(sp, clock)
-    now.since,now.fresh,now.target,now.closed = t,False,shares,clock.last
+    now.at,now.since,now.fresh,now.target,now.closed = t,clock.batch,False,shares,clock.last
 
 # %% ../nbs/09_callback.ipynb #e8fd6f64
 @patch
@@ -279,16 +287,16 @@ def _clear(self:SparsifyCallback, names:Iterable[str])->bool:
     self._now.check = bool(held)
     return found
 
-# %% ../nbs/09_callback.ipynb #a5b9201b
+# %% ../nbs/09_callback.ipynb #c9e49505
 @patch
 def before_step(self:SparsifyCallback):
     "Zero the gradients of pruned weights, before anything clips or measures them"
     if self._now.mode=='off' or self.sparsifier is None: return
     self._now.real = True
-    for _,t,m in self.sparsifier.all_masks():
+    for _,t,m in self.sparsifier.pruning():
         if t.param.grad is not None and t.param.requires_grad: zero_any_(t.param.grad, m)
 
-# %% ../nbs/09_callback.ipynb #8a80a563
+# %% ../nbs/09_callback.ipynb #d4958db7
 @patch
 def after_cancel_step(self:SparsifyCallback): self._now.real = False
 
@@ -300,18 +308,30 @@ def after_step(self:SparsifyCallback):
     "Zero the pruned weights again, whatever the optimizer did"
     now,sp = self._now,self.sparsifier
     if now.mode=='off' or sp is None: return
-    sp.apply_masks()
+    if now.check and now.real and now.trusted: now.trusted = sp.obeys()
+    if now.check or not now.trusted: sp.apply_masks()
     if not now.real: return
     if now.leaky: self._clear(sp.targets)
     elif now.check: now.leaky,now.check = self._clear(sp.targets),False
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #93e4d7bc
+# %% ../nbs/09_callback.ipynb #48ddaf9d
+_events = {k for k in dir(event) if k.startswith(('before_', 'after_'))}
+
+def _is_foreign(cb:Callback)->bool:
+    "Whether a callback may do anything to the weights: it is neither fastai's nor ours, or was given functions of the user's own"
+    return type(cb).__module__.split('.')[0] not in ('fastai', 'sparsify') or not _events.isdisjoint(vars(cb))
+
+# %% ../nbs/09_callback.ipynb #af380aa7
 @patch
 def after_train(self:SparsifyCallback):
-    "Note that the epoch's batches are done"
+    "Note that the epoch's batches are done, and zero what is pruned once more"
     if self._now.mode=='train': self._now.trained = self._now.epoch+1
+    if self._now.mode!='off' and self.sparsifier is not None: self.sparsifier.apply_masks()
+    if self._now.mode=='train' and self._now.looked!=self._now.fit:
+        warn_of_copies(self.learn)
+        self._now.looked = self._now.fit
 
 @patch
 def after_epoch(self:SparsifyCallback):
@@ -323,17 +343,17 @@ def after_epoch(self:SparsifyCallback):
     now.pures = now.pures+1 if now.pure else 0
     if self.sparse_best and now.pures<=1: forget_best(trackers(self.learn))
 
-# %% ../nbs/09_callback.ipynb #4d00785e
+# %% ../nbs/09_callback.ipynb #8ef6e272
 def _warn_no_best(cb:SparsifyCallback)->None:
     "Warn if there is a tracker but no epoch for it to judge"
     now,a,found = cb._now,cb.algorithm,trackers(cb.learn)
-    first = (cb.learn.n_epoch-1)*len(cb.learn.dls.train)
-    clock = Clock(first, now.batches, first*now.steps//now.batches, now.steps)
+    first = (cb.learn.n_epoch-1)*now.n
+    clock = cb._clock(first)._replace(step=first//now.per)
     if found and not isinstance(a.sparsity, Cycling) and not a.settled(cb.sparsifier, clock):
         warn_user(f"no epoch is trained at the final sparsity from its first batch to its last, so {type(found[0]).__name__} has none to choose from and takes the last: "
                   "end the schedule earlier, train for longer, or pass sparse_best=False to let it choose among all")
 
-# %% ../nbs/09_callback.ipynb #c4eff89b
+# %% ../nbs/09_callback.ipynb #5d1f805b
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
@@ -344,9 +364,9 @@ def after_fit(self:SparsifyCallback):
     if mode!='train': return
     now.masks = dict(sp.masks)
     if not now.closed and (now.target is not None or not now.told):
-        final = self.algorithm.shares(sp, Clock(now.batches-1, now.batches, now.steps-1, now.steps))
+        final = self.algorithm.shares(sp, Clock(now.steps-1, now.steps, now.steps-1, now.steps))
         if final!=now.target:
-            warn_user(f"training stopped after batch {now.since+1} of {now.batches}, "
+            warn_user(f"training stopped after batch {now.at+1} of {now.batches}, "
                           f"at sparsity {sp.sparsity:.4f} of {mean_share(sp, final):.4f}")
     elif now.closed and not sp.sparsity and mean_share(sp, now.target)>0:
         warn_user("nothing was pruned: every unit is larger than the sparsity asked allows. Choose context='local' or a finer granularity")

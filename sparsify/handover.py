@@ -6,7 +6,7 @@
 __all__ = ['mean_share', 'reached', 'others', 'is_idle_holder', 'refuse_overlap', 'move_holders', 'inherit', 'let_go',
            'refuse_part', 'run_to_resume', 'back_to']
 
-# %% ../nbs/08f_handover.ipynb #9bac4c45
+# %% ../nbs/08f_handover.ipynb #77dc59c3
 from collections.abc import Iterable
 from copy import copy
 
@@ -15,11 +15,11 @@ from fastai.learner import Learner
 from torch import Tensor
 
 from .checkpoint import KeepsMasks, find_run, kept, obeyed
-from .masks import n_true, unpack_bits
+from .masks import is_masked, n_true, unpack_bits
 from .sparsifier import Masks, Sparsifier
 from .targets import spread, warn_user
 
-# %% ../nbs/08f_handover.ipynb #cb2b8ea0
+# %% ../nbs/08f_handover.ipynb #8dd07566
 def mean_share(
     sp:Sparsifier,
     shares:dict[str,float], # By parameter
@@ -33,7 +33,8 @@ def reached(
     names:Iterable[str], # Of targets
 )->float:
     "The sparsity that these parameters together have"
-    return 1-sum(n_true(sp.masks[k]) for k in names)/sum(sp.masks[k].numel() for k in names)
+    n = sum(sp.masks[k].numel() for k in names)
+    return (n-sum(n_true(sp.masks[k]) for k in names))/n
 
 # %% ../nbs/08f_handover.ipynb #f4539f45
 def others(cb:KeepsMasks)->list[KeepsMasks]:
@@ -89,14 +90,14 @@ def move_holders(
             _give_way(cb.learn, o, both)
             cb.hold = True
 
-# %% ../nbs/08f_handover.ipynb #81dc9c53
+# %% ../nbs/08f_handover.ipynb #76503a70
 def _take_over(sp:Sparsifier, masks:dict[str,Tensor])->None:
     "Start from earlier masks, where the weights still obey them and they fit the granularity"
     for k,m in masks.items():
         t = sp.targets.get(k)
         if t is None or t.param.shape!=m.shape: continue
         m = m.to(t.param.device)
-        if torch.count_nonzero(t.param.detach()[~m])==0 and torch.equal(sp.grans[k].expand(sp.grans[k].active(m)), m): sp.masks[k] = m
+        if is_masked(t.param, m) and torch.equal(sp.grans[k].expand(sp.grans[k].active(m)), m): sp.masks[k] = m
 
 # %% ../nbs/08f_handover.ipynb #673b44cc
 def inherit(

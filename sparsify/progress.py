@@ -16,7 +16,7 @@ from .checkpoint import KeepsMasks
 from .masks import n_true
 from .sparsifier import Sparsifier
 
-# %% ../nbs/08c_progress.ipynb #04857e7a
+# %% ../nbs/08c_progress.ipynb #58866ad9
 class SparsityMetric(Metric):
     "Sparsity of the masks, over all sparsified weights of a `Learner`, as a column in the table of progress"
     def __init__(self, learn:Learner): self.learn = learn
@@ -26,7 +26,7 @@ class SparsityMetric(Metric):
     def value(self):
         masks = {id(m): m for cb in self.learn.cbs if isinstance(cb, KeepsMasks) and cb.sparsifier for m in cb.sparsifier.masks.values()}.values()
         n = sum(m.numel() for m in masks)
-        return 1-sum(map(n_true, masks))/n if n else 0.
+        return (n-sum(map(n_true, masks)))/n if n else 0.
 
 # %% ../nbs/08c_progress.ipynb #b382aad2
 def add_column(learn:Learner)->None:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Masks', 'Sparsifier', 'warn_nm', 'Handle']
 
-# %% ../nbs/06_sparsifier.ipynb #af1520ad
+# %% ../nbs/06_sparsifier.ipynb #37868a71
 import os
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from .context import Units, as_context, global_, ranking
 from .criteria import check_criterion, large_final, score
 from .followers import followers_of
 from .granularity import NM, Dims, Granularity, as_granularity, as_reduce, check_granularity
-from .masks import as_init, drop, grow, has_nan, n_true, pack_bits, unpack_bits, zero_, zero_lost_
+from .masks import as_init, drop, grow, has_nan, is_masked, n_true, pack_bits, unpack_bits, zero_, zero_lost_
 from .targets import Target, as_fraction, spread, unwrap, warn_user
 
 # %% ../nbs/06_sparsifier.ipynb #d5fefbd1
@@ -41,7 +41,7 @@ class Masks(UserDict):
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
         return mask.contiguous()
 
-# %% ../nbs/06_sparsifier.ipynb #c84093a5
+# %% ../nbs/06_sparsifier.ipynb #91aa2f41
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -75,13 +75,14 @@ class Sparsifier:
         wants = getattr(criteria, 'needs', ())
         self.refs = {n: {k: t.param.detach().clone() for k,t in self.targets.items()} for n in ('init', 'previous') if n in wants}
         self._hooks = {'target': {}, 'mask': {}}
-        self._alive,self.followers = {},{}
+        self._alive,self.followers,self._pruning = {},{},([], [])
         self.followers = followers_of(self.model, self.targets, self.grans)
 
     @property
     def sparsity(self)->float:
         "The fraction of the targets' weights that the masks prune"
-        return 1-sum(map(n_true, self.masks.values()))/sum(m.numel() for m in self.masks.values())
+        n = sum(m.numel() for m in self.masks.values())
+        return (n-sum(map(n_true, self.masks.values())))/n
 
     def __len__(self): return len(self.targets)
     def __repr__(self):
@@ -181,17 +182,27 @@ def outputs(self:Sparsifier,
         self._alive[name] = id(mask),mask._version,alive,mask      # asked for at every step, worked out when the mask changes
     return self._alive[name][2]
 
-# %% ../nbs/06_sparsifier.ipynb #4d06e2db
+# %% ../nbs/06_sparsifier.ipynb #bb320de1
+@patch
+def pruning(self:Sparsifier)->list[tuple[str,Target,Tensor]]:
+    "`all_masks` without those that prune nothing: asked for at every step, worked out when a mask changes"
+    now = [(m, m._version, self.targets[k].param.device) for k,m in self.masks.items()]
+    seen,_ = self._pruning
+    if len(seen)!=len(now) or any(a is not b or va!=vb or da!=db for (a,va,da),(b,vb,db) in zip(seen, now)):
+        held = [(k, t, m) for k,t,m in self.all_masks() if not m.all()]
+        self._pruning = [(m, m._version, self.targets[k].param.device) for k,m in self.masks.items()],held
+    return self._pruning[1]
+
 @patch
 def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
-    for _,t,m in self.all_masks(): zero_(t.param, m)
+    for _,t,m in self.pruning(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #d0da7d70
+# %% ../nbs/06_sparsifier.ipynb #78793850
 @patch
 def obeys(self:Sparsifier)->bool:
     "Whether every weight that its mask prunes is zero"
-    return all(torch.count_nonzero(t.param.detach()[~m])==0 for _,t,m in self.all_masks())
+    return all(is_masked(t.param, m) for _,t,m in self.pruning())
 
 @patch
 def fits(self:Sparsifier, model:nn.Module)->bool:
@@ -199,7 +210,7 @@ def fits(self:Sparsifier, model:nn.Module)->bool:
     modules = {id(m) for m in unwrap(model).modules()}
     return all(id(t.module) in modules and t.param is not None and t.param.shape==self.masks[k].shape for k,t in self.targets.items())
 
-# %% ../nbs/06_sparsifier.ipynb #26ef481c
+# %% ../nbs/06_sparsifier.ipynb #1a57c4fb
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
@@ -216,7 +227,7 @@ def set_masks(self:Sparsifier,
     self.updates += 1
     for k in new if 'previous' in self.refs else (): self.refs['previous'][k].copy_(self.targets[k].param.detach())
     for k in new:
-        for hook in list(self._hooks['mask'].values()): hook(self, k, 1-n_true(self.masks[k])/self.masks[k].numel())
+        for hook in list(self._hooks['mask'].values()): hook(self, k, (self.masks[k].numel()-n_true(self.masks[k]))/self.masks[k].numel())
 
 # %% ../nbs/06_sparsifier.ipynb #9f2c05f4
 @patch

@@ -54,6 +54,29 @@ def test_version():
     assert ini['DEFAULT']['version'] == sparsify.__version__
 
 
+def test_extras():
+    "Each extra that `setup.py` offers is in `settings.ini`, and who develops has what the others bring."
+    ini = ConfigParser(delimiters='=')
+    ini.read(ROOT/'settings.ini', encoding='utf-8')
+    facts = ini['DEFAULT'].items()
+    extras = {k.removesuffix('_requirements'): set(v.split()) for k, v in facts if k.endswith('_requirements')}
+    assert extras.keys() == {'distrib', 'dev'}
+    names = {k: {re.match(r'[\w-]+', r)[0] for r in v} for k, v in extras.items()}
+    assert names['distrib'] == {'accelerate'} and names['distrib'] <= names['dev']
+    res = run('-c', """
+import setuptools
+setuptools.setup = lambda **kw: print(*(f'{k}:{r}' for k, v in kw['extras_require'].items() for r in v))
+exec(open('setup.py', encoding='utf-8').read(), {'__file__': 'setup.py', '__name__': '__main__'})""")
+    assert res.returncode == 0, res.stderr
+    assert set(res.stdout.split()) == {f'{k}:{r}' for k, v in extras.items() for r in v}
+
+
+def test_needs_no_accelerate():
+    "No module imports accelerate, nor fastai's module for several processes, which without accelerate fails with a NameError."
+    for p in PACKAGE.glob('*.py'):
+        assert not re.search(r'accelerate|fastai\.distributed', p.read_text(encoding='utf-8')), p.name
+
+
 def test_readme():
     res = run('.ci/readme.py', '--check')
     assert res.returncode == 0, res.stderr
