@@ -116,7 +116,18 @@ def _patched(old):
 
 Learner.save = _patched(Learner.save)
 
-# %% ../nbs/08b_checkpoint.ipynb #0289063a
+# %% ../nbs/08b_checkpoint.ipynb #55c57832
+_fields = dict(algorithm=str, sparsifier=dict, records=list, epochs=(int, type(None)), step=int, since=int, fresh=bool, begun=bool, fit=int)
+
+def _check_run(run:dict)->dict:
+    "Refuse a run that lacks something, or has something else in its place"
+    for k,kind in _fields.items():
+        if not isinstance(run[k], kind): raise TypeError(f"{k} is a {type(run[k]).__name__}")
+    odd = [r for r in run['records'] if not isinstance(r, list) or len(r)!=3 or len(r[2])!=len(run['sparsifier']['masks'])]
+    if odd: raise ValueError(f"a record of an epoch is {odd[0]!r}")
+    return run
+
+# %% ../nbs/08b_checkpoint.ipynb #a1629d29
 def check_runs(
     state, # What a file holds
     model:nn.Module,
@@ -126,7 +137,7 @@ def check_runs(
     "Refuse a damaged state or one of another model"
     try:
         if state['version']!=1: raise ValueError(f"version {state['version']!r}, this library reads version 1")
-        runs = [r for r in state['runs'] if r['sparsifier']['masks'].items() and isinstance(r['algorithm'], str)]
+        runs = [_check_run(r) for r in state['runs']]
         masks = {k: unpack_bits(m['bits'], m['shape']) for r in runs for k,m in r['sparsifier']['masks'].items()}
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"the sparse state in {file} is damaged: {type(e).__name__} {e}. Nothing was loaded") from None

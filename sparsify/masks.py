@@ -416,13 +416,13 @@ def pack_bits(mask:Tensor)->Tensor:
     "A bool `mask` as uint8, eight entries a byte (the first in the lowest bit), on the CPU"
     return torch.from_numpy(np.packbits(mask.detach().cpu().contiguous().numpy().reshape(-1), bitorder='little'))
 
-# %% ../nbs/00_masks.ipynb #43875409
+# %% ../nbs/00_masks.ipynb #3764903e
 def unpack_bits(
     bits:Tensor, # From `pack_bits`
     shape:Sequence[int], # The mask's shape
 )->Tensor: # Bool mask
     "The mask that `pack_bits` packed"
     n = int(np.prod(shape, dtype=np.int64))
-    if bits.dtype!=torch.uint8 or bits.numel()!=(n+7)//8:
+    if any(d<0 for d in shape) or bits.dtype!=torch.uint8 or bits.numel()!=(n+7)//8:
         raise ValueError(f"{bits.numel()} values of {bits.dtype} cannot hold a mask of shape {tuple(shape)}: {(n+7)//8} bytes are needed")
     return torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=n, bitorder='little').astype(bool)).view(tuple(shape))

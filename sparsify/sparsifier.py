@@ -457,11 +457,12 @@ def state_dict(self:Sparsifier)->dict:
                 refs={k: {n: r.clone() for n,r in v.items()} for k,v in self.refs.items()},
                 masks={k: dict(bits=pack_bits(m), shape=list(m.shape)) for k,m in self.masks.items()})
 
-# %% ../nbs/06_sparsifier.ipynb #73c7f08f
+# %% ../nbs/06_sparsifier.ipynb #516d943a
 def _read_state(state:dict)->tuple[dict,dict,tuple]:
     "Masks, memory of the criterion, and seed, updates and memory of the algorithm"
     masks = {k: unpack_bits(v['bits'], v['shape']) for k,v in state['masks'].items()}
     refs = {k: {n: torch.as_tensor(r) for n,r in v.items()} for k,v in state['refs'].items()}
+    if not isinstance(state['memory'], dict): raise TypeError(f"memory is a {type(state['memory']).__name__}, a dict is needed")
     return masks,refs,(_whole_number(state['seed'], 'seed'),_whole_number(state['updates'], 'updates'),dict(state['memory']))
 
 # %% ../nbs/06_sparsifier.ipynb #75d5434c
