@@ -52,7 +52,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #a7e6092e
+# %% ../nbs/09_callback.ipynb #07696d2e
 class SparsifyCallback(KeepsMasks, Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -99,6 +99,10 @@ class SparsifyCallback(KeepsMasks, Callback):
         self.sparsifier:Sparsifier|None = None
         self.hold,self.if_frozen,self.sparse_best,self.holds,self.records = hold,frozen,sparse_best,False,[]
         self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1, step=0, since=-1, fresh=True, trained=None, fit=-1, looked=-1, masks=None, trusted=False)
+
+    def __call__(self, event_name):
+        "Only what is there is looked for: fastai would ask the learner and the model for every event that a callback has not got"
+        if hasattr(type(self), event_name) or event_name in vars(self): super().__call__(event_name)
 
     @property
     def learn(self): return self.__dict__.get('_learn')

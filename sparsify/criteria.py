@@ -124,13 +124,15 @@ def check_criterion(criterion:Callable)->None:
 def _wants(criterion:Callable)->tuple: return (lambda n: (n,) if isinstance(n, str) else tuple(n))(getattr(criterion, 'needs', ()))
 def _name(criterion:Callable)->str: return getattr(criterion, '__name__', type(criterion).__name__)
 
-# %% ../nbs/03_criteria.ipynb #d36ec526
+# %% ../nbs/03_criteria.ipynb #e99944d2
 def score(
     criterion:Callable, # See above
     w:Tensor, # A weight of any floating type; it is not changed
     **given:Tensor, # What can be given: `init`, `previous`, `generator`
 )->Tensor: # float32 (float64 stays), of the shape of `w`, sharing no memory with it
     "The scores of `w`, checked"
+    missing = [n for n in _wants(criterion) if n not in given]
+    if missing: raise ValueError(f"{_name(criterion)} needs {missing[0]!r}, which was not given")
     w,version = w.detach(),w._version
     w32 = w if w.dtype in (torch.float32, torch.float64) else w.float()
     s = criterion(w32, **{n: given[n].to(w32) if isinstance(given[n], Tensor) else given[n] for n in _wants(criterion)})

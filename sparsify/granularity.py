@@ -137,22 +137,27 @@ class _Blocks(Granularity):
         u = units.view(self.shape[0]//self.a, 1, self.shape[1]//self.b, 1, *self.tail)
         return u.expand(-1, self.a, -1, self.b, *self.tail).reshape(self.shape).contiguous()
 
-# %% ../nbs/02_granularity.ipynb #66e9d25c
+# %% ../nbs/02_granularity.ipynb #c74d0f6b
+def _io_dim(module, side)->int:
+    "The dimension of inputs or outputs: transposed convolutions have them the other way round"
+    return int((side=='in')!=isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)))
+
+# %% ../nbs/02_granularity.ipynb #587c2cb6
 @dataclass(frozen=True)
 class Blocks:
     "Granularity of blocks: `a` consecutive outputs by `b` consecutive inputs, at each position of a kernel"
-    a:int # Along dimension 0 of the weight, which it divides
-    b:int # Along dimension 1
+    a:int # Outputs, which it divides (dimension 0 of the weight, of a transposed convolution dimension 1)
+    b:int # Inputs
     def __post_init__(self):
         if not all(isinstance(o, int) and not isinstance(o, bool) and o>0 for o in (self.a, self.b)):
             raise ValueError(f"blocks of {self.a!r}x{self.b!r}: two whole numbers above 0 are needed")
-    def bind(self, shape, module=None): return _Blocks(shape, self.a, self.b)
+    def bind(self, shape, module=None): return _Blocks(shape, *((self.b, self.a) if _io_dim(module, 'out') else (self.a, self.b)))
 
-# %% ../nbs/02_granularity.ipynb #6917bde8
+# %% ../nbs/02_granularity.ipynb #10ccd1b4
 class _Balanced(Granularity):
     "Single weights in `rows` groups along `dim`: groups of whole slices, or runs of `m` consecutive entries"
-    def __init__(self, shape, dim, groups=None, m=None, keep=0):
-        self.shape,self.dim,self.size,self.keep = tuple(shape),dim,1,keep
+    def __init__(self, shape, dim, groups=None, m=None):
+        self.shape,self.dim,self.size = tuple(shape),dim,1
         total,div = math.prod(shape),groups or m
         if dim>=len(shape) or shape[dim]%div:
             raise ValueError(f"{div} does not divide dimension {dim} of a weight of shape {tuple(shape)}")
@@ -169,11 +174,6 @@ class _Balanced(Granularity):
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return units.reshape([self.split[d] for d in self.order]).permute(back).reshape(self.shape).contiguous()
 
-# %% ../nbs/02_granularity.ipynb #c74d0f6b
-def _io_dim(module, side)->int:
-    "The dimension of inputs or outputs: transposed convolutions have them the other way round"
-    return int((side=='in')!=isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)))
-
 # %% ../nbs/02_granularity.ipynb #b7b491ed
 @dataclass(frozen=True)
 class Grouped:
@@ -186,7 +186,7 @@ class Grouped:
             raise ValueError(f"groups is {self.groups!r}: a whole number of groups, 1 or more, is needed")
     def bind(self, shape, module=None): return _Balanced(shape, _io_dim(module, self.side), groups=self.groups)
 
-# %% ../nbs/02_granularity.ipynb #25abf8a2
+# %% ../nbs/02_granularity.ipynb #f4aff75a
 @dataclass(frozen=True)
 class NM:
     "Granularity N:M: of every `m` consecutive inputs of an output at most `m-n` are pruned, so at least `n` are kept"
@@ -197,7 +197,7 @@ class NM:
             raise ValueError(f"{self.n}:{self.m} is no N:M pattern: whole numbers with 0 < N <= M are needed")
     @property
     def sparsity(self): return 1-self.n/self.m
-    def bind(self, shape, module=None): return _Balanced(shape, _io_dim(module, 'in'), m=self.m, keep=self.n)
+    def bind(self, shape, module=None): return _Balanced(shape, _io_dim(module, 'in'), m=self.m)
 
 # %% ../nbs/02_granularity.ipynb #a40226d8
 def as_granularity(

@@ -118,6 +118,12 @@ def _computed(m:nn.Module)->bool:
     "Whether a layer's `weight` is there but is not a parameter of its own"
     return 'weight' not in m._parameters and 'weight' not in m._modules and hasattr(m, 'weight')
 
+# %% ../nbs/05_targets.ipynb #9c3827a8
+def _is_computed(key, layers:dict[str,nn.Module])->bool:
+    "Whether `key` is the name of such a layer, or of its weight"
+    m = layers.get(key.removesuffix('.weight')) if isinstance(key, str) else None
+    return m is not None and _computed(m)
+
 # %% ../nbs/05_targets.ipynb #041112a1
 def _of_layer(by_id:dict[int,str], m:nn.Module)->list[str]:
     "The matrices that a layer itself holds: `weight`, or those of an LSTM or of attention; a shared one under its first name"
@@ -147,10 +153,10 @@ def _match_name(
     if own and not any(True for _ in m.children()): return (2, len(key)),own
     return (1, len(key)),own+[n for n,t in params.items() if n not in own and n.startswith(key+'.') and among(t)]
 
-# %% ../nbs/05_targets.ipynb #40dca6c2
+# %% ../nbs/05_targets.ipynb #ff67cecc
 def _unmatched(key, model:nn.Module, params:dict[str,Target], layers:dict[str,nn.Module], types=())->str:
     "What to say of a name that matches no parameter that can be chosen"
-    if isinstance(key, str) and key in layers and _computed(layers[key]):
+    if _is_computed(key, layers):
         return (f"the weight of {key!r} is computed (weight_norm, spectral_norm, a parametrization, torch's pruning): "
                 "remove that first, with remove_parametrizations, remove_weight_norm or prune.remove")
     if isinstance(key, str) and key in layers:
@@ -180,7 +186,7 @@ def _split(which, name='layer_type')->tuple[tuple,list]:
     if not items: raise ValueError(f"{name} is empty: at least one layer type, name or function is needed")
     return types,rest
 
-# %% ../nbs/05_targets.ipynb #2b31f1d2
+# %% ../nbs/05_targets.ipynb #54a1b770
 class _Resolver:
     "All that is looked at while targets are found in one model"
     def __init__(self, model:nn.Module, within:nn.Module|None=None):
@@ -202,6 +208,7 @@ class _Resolver:
 
     def by(self, spec, types=(), loose=False)->tuple[tuple,list[str]]:
         "How exact, and the names, for one name or function; a container or pattern is limited to `types` if there are any"
+        if spec=='': raise ValueError("a name is empty: that of a parameter, a layer or a container, or a pattern, is needed")
         if isinstance(spec, str):
             def among(t):
                 fits = isinstance(t.module, types) if types else default_filter(t.name, t.param)
@@ -209,7 +216,7 @@ class _Resolver:
             return _match_name(spec, self.params, self.layers, self.by_id, among)
         return (0, 0),[n for n,t in self.params.items() if spec(n, t.param)]
 
-# %% ../nbs/05_targets.ipynb #a8be16a7
+# %% ../nbs/05_targets.ipynb #eff03241
 def find_targets(
     model:nn.Module, # Looked at, not changed; wrappers are taken off
     layer_type=nn.Conv2d, # A layer type, a name, a function `(name, parameter) → bool`, or a list of these
@@ -223,21 +230,23 @@ def find_targets(
     if names is None: chosen |= set(r.of_types(types)) if types else set()
     for spec in rest if names is None else names:
         how,found = r.by(spec, types if names is not None else ())
-        if not found: raise ValueError(_unmatched(spec, r.model, r.params, r.layers, types if names is not None else ()))
+        if not found or (how[0]<2 and _is_computed(spec, r.layers)): raise ValueError(_unmatched(spec, r.model, r.params, r.layers, types if names is not None else ()))
         chosen |= set(found)
         if how[0]>=2: exact |= set(found)
     left = _left_out(r, exclude)
     if chosen and chosen<=left: raise ValueError(f"exclude={exclude!r} leaves nothing of {len(chosen)} parameters to make sparse")
     targets = {n: t for n,t in r.params.items() if n in chosen and n not in left}
     for n in exact & set(targets): targets[n].named = True
-    return _drop_unfit(r, targets, types)
+    return _drop_unfit(r, targets, types, left)
 
-# %% ../nbs/05_targets.ipynb #c4f82341
+# %% ../nbs/05_targets.ipynb #9b1bdc00
 def _left_out(r:_Resolver, exclude)->set[str]:
     "The names that `exclude` takes out"
     if exclude is None or (isinstance(exclude, (tuple, list, set)) and not exclude): return set()
     types,rest = _split(exclude, 'exclude')
     out = set(r.of_types(types)) if types else set()
+    hidden = tuple(f'{ln}.' for ln,m in r.layers.items() if types and isinstance(m, types) and _computed(m))
+    out |= {n for n in r.params if n.startswith(hidden)} if hidden else set()
     if types and not out: raise ValueError(f"exclude: there is no {' or '.join(o.__name__ for o in types)} with a weight here")
     for spec in rest:
         found = r.by(spec, loose=True)[1]
@@ -245,20 +254,24 @@ def _left_out(r:_Resolver, exclude)->set[str]:
         out |= set(found)
     return out
 
-# %% ../nbs/05_targets.ipynb #7e386285
-def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple)->tuple[dict,dict]:
+# %% ../nbs/05_targets.ipynb #fa56edfb
+def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple, left:set[str])->tuple[dict,dict]:
     "Take out, or refuse if it was named, what cannot be sparse; say what is left, or that nothing is"
     skipped = {n: why for n,t in targets.items() if (why := _refusal(t))}
     for n,t in targets.items():
         twin = [a for a in t.also+(n,) if isinstance(r.layers.get(a.rpartition('.')[0]), nn.Embedding)]
         if twin and not t.named and not any(issubclass(nn.Embedding, o) for o in types):
             skipped[n] = f"it is the embedding {twin[0]!r} too: name it to prune both"
-    for ln,m in r.layers.items():
-        if types and isinstance(m, types) and _computed(m):
-            skipped[f'{ln}.weight'] = "its weight is computed (weight_norm, spectral_norm, a parametrization, torch's pruning): remove that first"
-    named = [n for n in skipped if n in targets and targets[n].named]
+    named = [n for n in skipped if targets[n].named]
     if named: raise ValueError(f"{named[0]!r} cannot be made sparse: {skipped[named[0]]}")
     targets = {n: t for n,t in targets.items() if n not in skipped}
+    for ln,m in r.layers.items():
+        own = {n for n in r.params if n.startswith(f'{ln}.' if ln else '')}
+        if types and isinstance(m, types) and _computed(m) and not own & left:
+            said = [why for n,why in skipped.items() if n in own]
+            skipped = {n: why for n,why in skipped.items() if n not in own}
+            skipped[f'{ln}.weight'.lstrip('.')] = (said or ["its weight is computed (weight_norm, spectral_norm, a parametrization, torch's pruning): "
+                                                            "remove that first"])[0]
     if targets: return targets,skipped
     if skipped: raise ValueError("nothing is left to make sparse: "+'; '.join(f'{n}: {why}' for n,why in skipped.items()))
     has = {}
@@ -269,7 +282,7 @@ def _drop_unfit(r:_Resolver, targets:dict[str,Target], types:tuple)->tuple[dict,
                      f"This {type(r.model).__name__} has {there or 'no weights of two dimensions'}" +
                      (f": pass layer_type=nn.{next(iter(has))}" if has and hasattr(nn, next(iter(has))) else ''))
 
-# %% ../nbs/05_targets.ipynb #42c4f02e
+# %% ../nbs/05_targets.ipynb #37950ac2
 def spread(
     sparsity:float|dict, # One number for all, or a dict from names (as in `find_targets`) to numbers; 0 leaves a layer alone
     model:nn.Module, # As in `find_targets`
@@ -277,7 +290,7 @@ def spread(
     exclude=None, # As in `find_targets`
     within:nn.Module|None=None, # As in `find_targets`
 )->tuple[dict[str,Target],dict[str,float],dict[str,str]]: # Targets, the sparsity of each, what was skipped and why
-    "Targets and their sparsities from one number or a dict; where several keys match, the most exact wins, then the longest"
+    "Targets and their sparsities from one number or a dict; where several keys match, the most exact wins, then the longest; a tie is refused"
     if not isinstance(sparsity, dict):
         targets,skipped = find_targets(model, layer_type, exclude, within)
         return targets,{n: as_fraction(sparsity) for n in targets} if sparsity is not None else {},skipped
@@ -291,6 +304,9 @@ def spread(
     for k,v in values.items():
         how,found = r.by(k, types)
         for n in found:
-            if n in targets and how>best.get(n, ((-1,0),))[0]: best[n] = (how,v)
+            had = best.get(n, ((-1,0),v,k))
+            if n in targets and how==had[0] and v!=had[1]:
+                raise ValueError(f"{k!r} and {had[2]!r} both name {n!r}, with a sparsity of {v:g} and of {had[1]:g}, and neither is more exact")
+            if n in targets and how>had[0]: best[n] = (how,v,k)
     live = {n: best[n][1] for n in targets if best[n][1]>0}
     return {n: targets[n] for n in live},live,skipped

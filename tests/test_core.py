@@ -87,7 +87,7 @@ def near_half(x):
 def wanted(sp, s, context, scores, alive):
     "The units that have to live, by layer; for er and erk the counts are checked here and the best of that many expected"
     g,pruned = list(sp.grans.values()),round(s*sum(o.rows*o.n*o.size for o in sp.grans.values()))
-    least = [o.keep if isinstance(sp.granularity, NM) else 1 for o in g]
+    least = [sp.granularity.n if isinstance(sp.granularity, NM) else 1 for o in g]
     if context=='global': return best_globally(scores, alive, [o.size for o in g], pruned, 0 if sp.granularity=='layer' else 1)
     if context=='local': kept = [max(l, o.n-round(s*o.n)) for l,o in zip(least, g)]
     else:
