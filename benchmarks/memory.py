@@ -28,7 +28,7 @@ def learner(folder):
     return learn
 
 
-def alive(): return {id(o): o.untyped_storage().nbytes() for o in gc.get_objects() if isinstance(o, torch.Tensor) and not o.is_sparse}
+def alive(): return {id(o): o for o in gc.get_objects() if isinstance(o, torch.Tensor) and not o.is_sparse}
 
 
 def measure(**kwargs):
@@ -47,11 +47,12 @@ def measure(**kwargs):
         gc.collect()
         own = {id(p) for p in learn.model.parameters()} | {id(p.grad) for p in learn.model.parameters()} | {id(b) for b in learn.model.buffers()}
         state = {id(v) for s in learn.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)}
-        kept = {k: n for k,n in alive().items() if k not in before | known | own | state}
+        new = [o.untyped_storage() for k,o in alive().items() if k not in before | known | own | state]
+        kept = sum({o.data_ptr(): o.nbytes() for o in new}.values())
         n = sum(m.numel() for m in cb.sparsifier.masks.values())
         for l,name in ((plain, 'plain'), (learn, 'sparse')): l.save(name, with_opt=False)
         size = {name: (Path(folder)/'models'/f'{name}.pth').stat().st_size for name in ('plain', 'sparse')}
-    return dict(weights=n, kept_bytes=sum(kept.values()), kept_bytes_a_weight=sum(kept.values())/n, file_bytes=size['sparse']-size['plain'],
+    return dict(weights=n, kept_bytes=kept, kept_bytes_a_weight=kept/n, file_bytes=size['sparse']-size['plain'],
                 file_bits_a_weight=8*(size['sparse']-size['plain'])/n)
 
 

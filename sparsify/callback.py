@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #89f6d9e7
+# %% ../nbs/09_callback.ipynb #9fd2087f
 import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import torch.nn as nn
 from fastai.callback.core import Callback, event
+from fastai.callback.hook import HookCallback
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import Learner
@@ -52,7 +53,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #07696d2e
+# %% ../nbs/09_callback.ipynb #032cdd4b
 class SparsifyCallback(KeepsMasks, Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -98,7 +99,7 @@ class SparsifyCallback(KeepsMasks, Callback):
                             reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
         self.hold,self.if_frozen,self.sparse_best,self.holds,self.records = hold,frozen,sparse_best,False,[]
-        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1, step=0, since=-1, fresh=True, trained=None, fit=-1, looked=-1, masks=None, trusted=False)
+        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1, step=0, since=-1, fresh=True, trained=None, fit=-1, looked=-1, masks=None, trusted=False, moved=False)
 
     def __call__(self, event_name):
         "Only what is there is looked for: fastai would ask the learner and the model for every event that a callback has not got"
@@ -155,13 +156,13 @@ def before_epoch(self:SparsifyCallback):
     "Count the epochs: a validation in between sets fastai's own count back to 0"
     if self._now.mode!='off' and not self.learn.lock.locked(): self._now.epoch += 1
 
-# %% ../nbs/09_callback.ipynb #8a422e89
+# %% ../nbs/09_callback.ipynb #f368e69c
 @patch
 def before_train(self:SparsifyCallback):
     "At the first epoch of a fit: find the targets, check that the target can be reached, make or take over the masks"
     if self._now.mode=='off' and self.sparsifier is not None and not is_idle_holder(self): self._now.mode = 'hold'   # after a fit inside this one
     self._now.trained,self._now.pure = None,True
-    self._now.trusted = keeps_zeros(self.learn.opt) and not any(map(_is_foreign, self.learn.cbs))
+    self._now.trusted = not self._now.moved and keeps_zeros(self.learn.opt) and not any(map(_is_foreign, self.learn.cbs))
     if self._now.mode!='new': return
     try: self._start()
     except Exception:
@@ -169,7 +170,7 @@ def before_train(self:SparsifyCallback):
         raise
     if self.sparse_best: _warn_no_best(self)
 
-# %% ../nbs/09_callback.ipynb #68e028e3
+# %% ../nbs/09_callback.ipynb #55f62ed3
 @patch
 def _start(self:SparsifyCallback):
     "What is done once in a fit, before its first batch"
@@ -187,6 +188,7 @@ def _start(self:SparsifyCallback):
                               target=None, closed=False, told=False, settled=False, pures=0, fit=self._now.fit+1)
     if fresh:
         inherit(self, old)
+        self.records = []
         self._now.begin = self.algorithm.init is not None
     self._resume(run)
     let_go(self)
@@ -300,7 +302,7 @@ def before_step(self:SparsifyCallback):
     for _,t,m in self.sparsifier.pruning():
         if t.param.grad is not None and t.param.requires_grad: zero_any_(t.param.grad, m)
 
-# %% ../nbs/09_callback.ipynb #d4958db7
+# %% ../nbs/09_callback.ipynb #1975ba51
 @patch
 def after_cancel_step(self:SparsifyCallback): self._now.real = False
 
@@ -312,7 +314,7 @@ def after_step(self:SparsifyCallback):
     "Zero the pruned weights again, whatever the optimizer did"
     now,sp = self._now,self.sparsifier
     if now.mode=='off' or sp is None: return
-    if now.check and now.real and now.trusted: now.trusted = sp.obeys()
+    if now.check and now.real and now.trusted: now.trusted,now.moved = (True, False) if sp.obeys() else (False, True)
     if now.check or not now.trusted: sp.apply_masks()
     if not now.real: return
     if now.leaky: self._clear(sp.targets)
@@ -320,22 +322,33 @@ def after_step(self:SparsifyCallback):
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 
-# %% ../nbs/09_callback.ipynb #48ddaf9d
+# %% ../nbs/09_callback.ipynb #c5cf33d3
 _events = {k for k in dir(event) if k.startswith(('before_', 'after_'))}
 
 def _is_foreign(cb:Callback)->bool:
     "Whether a callback may do anything to the weights: it is neither fastai's nor ours, or was given functions of the user's own"
-    return type(cb).__module__.split('.')[0] not in ('fastai', 'sparsify') or not _events.isdisjoint(vars(cb))
+    known = type(cb).__module__.split('.')[0] in ('fastai', 'sparsify') and not isinstance(cb, HookCallback)
+    return not known or not _events.isdisjoint(vars(cb))
 
-# %% ../nbs/09_callback.ipynb #af380aa7
+# %% ../nbs/09_callback.ipynb #c5ad4534
 @patch
 def after_train(self:SparsifyCallback):
     "Note that the epoch's batches are done, and zero what is pruned once more"
     if self._now.mode=='train': self._now.trained = self._now.epoch+1
-    if self._now.mode!='off' and self.sparsifier is not None: self.sparsifier.apply_masks()
+    self._put_back()
     if self._now.mode=='train' and self._now.looked!=self._now.fit:
         warn_of_copies(self.learn)
         self._now.looked = self._now.fit
+
+@patch
+def _put_back(self:SparsifyCallback)->None:
+    "Zero what is pruned, and trust nobody any more if it was not"
+    now,sp = self._now,self.sparsifier
+    if now.mode=='off' or sp is None: return
+    if now.trusted and not sp.obeys():
+        now.trusted,now.moved = False,True
+        warn_user("pruned weights were moved, and not by the optimizer: they are zero again, and are zeroed after every step from now on")
+    sp.apply_masks()
 
 @patch
 def after_epoch(self:SparsifyCallback):
@@ -357,12 +370,13 @@ def _warn_no_best(cb:SparsifyCallback)->None:
         warn_user(f"no epoch is trained at the final sparsity from its first batch to its last, so {type(found[0]).__name__} has none to choose from and takes the last: "
                   "end the schedule earlier, train for longer, or pass sparse_best=False to let it choose among all")
 
-# %% ../nbs/09_callback.ipynb #5d1f805b
+# %% ../nbs/09_callback.ipynb #981e9099
 @patch
 def after_fit(self:SparsifyCallback):
     "Take the column away, say so if the target was not reached, and leave a holder behind if one was asked for"
     if self.learn.lock.locked(): return
     now,sp = self._now,self.sparsifier
+    self._put_back()
     mode,now.mode = now.mode,'off'
     drop_column(self.learn)
     if mode!='train': return
@@ -376,7 +390,7 @@ def after_fit(self:SparsifyCallback):
         warn_user("nothing was pruned: every unit is larger than the sparsity asked allows. Choose context='local' or a finer granularity")
     if self.hold: _leave_holder(self)
 
-# %% ../nbs/09_callback.ipynb #c4912bf6
+# %% ../nbs/09_callback.ipynb #7c1eae38
 @patch
 def file_state(self:SparsifyCallback)->dict:
     "What is saved with the weights: tensors, numbers, strings, lists and dicts only"
@@ -401,7 +415,8 @@ def take_file(self:SparsifyCallback, runs:list[dict], file)->None:
     elif final is None:
         for cb in [self, *others(self)]: cb.sparsifier = None if cb.sparsifier is sp else cb.sparsifier
         warn_user(f"{file} holds no masks: those of {', '.join(list(sp.targets)[:6])} are dropped, and the network is taken to be dense")
-    if final is not None and back_to(sp, final, file): self._clear(sp.targets)
+    if final is not None: back_to(sp, final, file)
+    if self.sparsifier is not None: self._clear(sp.targets)
 
 # %% ../nbs/09_callback.ipynb #0e99bba6
 def _leave_holder(cb:SparsifyCallback)->None:

@@ -116,7 +116,7 @@ def _patched(old):
 
 Learner.save = _patched(Learner.save)
 
-# %% ../nbs/08b_checkpoint.ipynb #55c57832
+# %% ../nbs/08b_checkpoint.ipynb #e06fd193
 _fields = dict(algorithm=str, sparsifier=dict, records=list, epochs=(int, type(None)), step=int, since=int, fresh=bool, begun=bool, fit=int)
 
 def _check_run(run:dict)->dict:
@@ -127,7 +127,14 @@ def _check_run(run:dict)->dict:
     if odd: raise ValueError(f"a record of an epoch is {odd[0]!r}")
     return run
 
-# %% ../nbs/08b_checkpoint.ipynb #a1629d29
+def _without(run:dict, names:list[str])->dict:
+    "The run without some parameters, and without the records of its epochs, which have a number for each"
+    sp = run['sparsifier']
+    kept = {k: m for k,m in sp['masks'].items() if k not in names}
+    refs = {k: {n: r for n,r in v.items() if n in kept} for k,v in sp['refs'].items()}
+    return dict(run, records=[], sparsifier=dict(sp, masks=kept, refs=refs))
+
+# %% ../nbs/08b_checkpoint.ipynb #0a145414
 def check_runs(
     state, # What a file holds
     model:nn.Module,
@@ -145,7 +152,7 @@ def check_runs(
     odd = [k for k,m in masks.items() if k not in params or params[k].shape!=m.shape]
     if odd and strict: raise ValueError(f"{file} holds masks of other layers than this model has: {', '.join(odd[:6])}. Nothing was loaded")
     if odd: warn_user(f"{file}: the masks of {', '.join(odd[:6])} fit no parameter of this model and are left out")
-    return [r for r in runs if not set(odd)&set(r['sparsifier']['masks'])]
+    return [r if set(odd).isdisjoint(r['sparsifier']['masks']) else _without(r, odd) for r in runs if set(r['sparsifier']['masks'])-set(odd)]
 
 # %% ../nbs/08b_checkpoint.ipynb #3035c73f
 def find_run(
@@ -155,12 +162,12 @@ def find_run(
     "The run that has the parameters of `sp`, no more and no less"
     return next((r for r in runs if set(r['sparsifier']['masks'])==set(sp.targets)), None)
 
-# %% ../nbs/08b_checkpoint.ipynb #4013bad0
+# %% ../nbs/08b_checkpoint.ipynb #9086dc7b
 @contextmanager
-def _reads(learn:Learner, file)->Iterator[list]:
+def _reads(learn:Learner, file, strict:bool=True)->Iterator[list]:
     "While this is open, what a `state_dict` brings to the learner's model is checked and collected"
     model,got = unwrap(learn.model),[]
-    def read(module, state_dict, prefix, local_metadata, strict, *_):
+    def read(module, state_dict, prefix, local_metadata, *_):      # torch says strict=True here, whatever was asked
         state = local_metadata.get('sparsify')
         got[:] = [] if state is None else check_runs(state, model, file, strict)
         for cb in _live(learn): cb.check_file(got, file)
@@ -168,12 +175,12 @@ def _reads(learn:Learner, file)->Iterator[list]:
     try: yield got
     finally: hook.remove()
 
-# %% ../nbs/08b_checkpoint.ipynb #23cc316d
+# %% ../nbs/08b_checkpoint.ipynb #a3100eb6
 def _patched_load(old):
     "`Learner.load` as it was, with what is sparse"
     @wraps(old)
     def load(self, file, device=None, **kwargs):
-        with _reads(self, file) as runs: old(self, file, device=device, **kwargs)
+        with _reads(self, file, kwargs.get('strict', True)) as runs: old(self, file, device=device, **kwargs)
         if runs or '_last_sparse' in self.__dict__: kept(self).loaded = runs
         for cb in _live(self): cb.take_file(runs, file)
         return self

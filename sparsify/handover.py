@@ -63,7 +63,7 @@ def refuse_overlap(cb:KeepsMasks)->None:
         if both: raise ValueError(f"{both[0]} is sparsified by two callbacks, perhaps one in learn.cbs (learn.remove_cb takes it out) and "
                                   "one given to fit: give each its own layers (layer_type, exclude, model)")
 
-# %% ../nbs/08f_handover.ipynb #3adf5718
+# %% ../nbs/08f_handover.ipynb #905cff15
 def _give_way(learn:Learner, holder:KeepsMasks, names:list[str])->None:
     "Let a holder hold what is left without `names`, or leave"
     sp = copy(holder.sparsifier)
@@ -71,7 +71,7 @@ def _give_way(learn:Learner, holder:KeepsMasks, names:list[str])->None:
     sp.followers = {k: v for k,v in sp.followers.items() if v[1] in sp.targets}
     masks,sp.masks = sp.masks,Masks(sp.targets)
     sp.masks.update({k: masks[k] for k in sp.targets})
-    holder.sparsifier = sp
+    holder.sparsifier,holder.records = sp,[]
     if not sp.targets:
         holder._now.mode = 'off'
         learn.remove_cb(holder)

@@ -79,16 +79,19 @@ def _zero_large(bits:Tensor, keep:Tensor)->None:
     buf = torch.empty(min(4*_piece, bits.numel()), dtype=bits.dtype)
     for b,k in zip(bits.split(4*_piece), keep.split(4*_piece)): b.mul_(buf[:len(b)].copy_(k))
 
-# %% ../nbs/00_masks.ipynb #ce024293
+# %% ../nbs/00_masks.ipynb #00964935
 def is_masked(
     t:Tensor, # Any floating tensor
     mask:Tensor, # Bool, of the shape of `t`
+    by_bits:bool=False, # Then -0.0 is no zero
 )->bool:
     "Whether `t` is zero wherever `mask` is `False`"
     bits,keep = _bits(t, mask)
-    if bits is None: return not t.detach()[~mask].count_nonzero()
-    b,k = bits.numpy(),keep.view(torch.bool).numpy()
-    return not any(((b[i:i+_chunk]<<1!=0)>k[i:i+_chunk]).any() for i in range(0, b.size, _chunk))
+    if bits is None:
+        x = t.detach()[~mask]
+        return not (x.count_nonzero() or by_bits and x.signbit().any())
+    b,k,left = bits.numpy(),keep.view(torch.bool).numpy(),0 if by_bits else 1
+    return not any(((b[i:i+_chunk]<<left!=0)>k[i:i+_chunk]).any() for i in range(0, b.size, _chunk))
 
 # %% ../nbs/00_masks.ipynb #7cf79272
 def zero_lost_(

@@ -67,13 +67,14 @@ _steps = (fo.sgd_step, fo.momentum_step, fo.rms_prop_step, fo.adam_step, fo.rada
           fo.weight_decay, fo.l2_reg, fo.average_grad, fo.average_sqr_grad, fo.step_stat)
 _classes = (to.SGD, to.Adam, to.AdamW, to.Adamax, to.NAdam, to.RAdam, to.RMSprop, to.Adagrad, to.Adadelta)
 
-# %% ../nbs/08a_optimizer.ipynb #eb8f85e3
+# %% ../nbs/08a_optimizer.ipynb #b37865a0
 def keeps_zeros(
     opt, # As for `opt_tensors`
 )->bool:
     "Whether a weight of zero stays zero in a step, if its gradient and all that is remembered of it are zero"
     for o in _chain(opt):
-        if isinstance(o, (fo.OptimWrapper, fo.Lookahead)): continue
+        if 'step' in vars(o) or getattr(o, '_optimizer_step_post_hooks', None) or getattr(o, '_optimizer_step_pre_hooks', None): return False
+        if type(o) in (fo.OptimWrapper, fo.Lookahead): continue
         if type(o) is fo.Optimizer:
             if any(getattr(f, 'func', f) not in _steps for f in o.cbs): return False
         elif type(o) not in _classes: return False

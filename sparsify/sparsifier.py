@@ -198,11 +198,11 @@ def apply_masks(self:Sparsifier)->None:
     "Zero, to the bit, every weight that its mask prunes"
     for _,t,m in self.pruning(): zero_(t.param, m)
 
-# %% ../nbs/06_sparsifier.ipynb #78793850
+# %% ../nbs/06_sparsifier.ipynb #3e1442c0
 @patch
 def obeys(self:Sparsifier)->bool:
     "Whether every weight that its mask prunes is zero"
-    return all(is_masked(t.param, m) for _,t,m in self.pruning())
+    return all(is_masked(t.param, m, by_bits=True) for _,t,m in self.pruning())
 
 @patch
 def fits(self:Sparsifier, model:nn.Module)->bool:
