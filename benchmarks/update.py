@@ -1,4 +1,4 @@
-"""One update of the masks of ResNet-50 (25.5 million weights), from weights to applied masks and cleared optimizer state, against what else takes such a time.
+"""One update of the masks of ResNet-50 (25.5 million weights), from weights to applied masks, and the optimizer state cleared after it, against what else takes such a time.
 
     python benchmarks/update.py [--repeats 7] [--device cpu] [--only global ...] [--json]
 
@@ -47,9 +47,10 @@ def measure(context, granularity, pruned, step=.02, repeats=7, device='cpu', the
     for p in model.parameters(): opt.state[p]['momentum_buffer'] = torch.zeros_like(p)
     bufs = {k: torch.empty_like(w) for k,w in weights.items()}
     sp.held = True      # as in a fit, where the weights obey the masks at every update
-    shares,n,found = sp.shares_of(pruned+step),sum(w.numel() for w in weights.values()),{}
+    shares,n,found,changed = sp.shares_of(pruned+step),sum(w.numel() for w in weights.values()),{},[]
 
-    def update(): forget(opt, [(sp.targets[k].param, sp.masks[k]) for k in sp.update(shares)])
+    def update(): changed[:] = sp.update(shares)
+    def state(): forget(opt, [(sp.targets[k].param, sp.masks[k]) for k in changed])
     def one_pass():
         for k,w in weights.items(): torch.abs(w, out=bufs[k])
     for i in range(repeats+1):
@@ -60,7 +61,7 @@ def measure(context, granularity, pruned, step=.02, repeats=7, device='cpu', the
         if theirs:
             pooled = torch.cat([w.abs().flatten() for w in weights.values()])
             todo |= {'kthvalue': partial(pooled.kthvalue, round((pruned+step)*n)), 'prune': torch_prune(model, pruned+step)}
-        todo['update'] = update
+        todo |= dict(update=update, state=state)
         took = {k: seconds(f, device) for k,f in todo.items()}
         if context=='global' and granularity=='weight': assert sum(int((~m).sum()) for m in sp.masks.values())==round((pruned+step)*n)
         for k,v in took.items() if i else (): found.setdefault(k, []).append(1e3*v)
@@ -78,11 +79,12 @@ def main():
     rows = [measure(c, g, s, repeats=args.repeats, device=args.device, theirs=c=='global') for c,g,s in plan if not args.only or {c, g} & set(args.only)]
     if args.json: return print(json.dumps(dict(torch=torch.__version__, threads=torch.get_num_threads(), device=args.device, rows=rows), indent=1))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.device}, ResNet-50, medians of {args.repeats}")
-    print('context granularity pruned    weights  update ms  passes   kthvalue/update  prune/update')
+    print('context granularity pruned    weights  update ms  state ms  passes of both  kthvalue/update  prune/both')
     for r in rows:
-        times = [f"{r[k]/r['update_ms']:.2f}" if k in r else '' for k in ('kthvalue_ms', 'prune_ms')]
-        print(f"{r['context']:7} {r['granularity']:11} {r['pruned']:6.2f} {r['weights']:10d} {r['update_ms']:10.1f} {r['update_ms']/r['pass_ms']:7.1f} "
-              f"{times[0]:>17} {times[1]:>13}")
+        both = r['update_ms']+r['state_ms']
+        times = [f"{r[k]/t:.2f}" if k in r else '' for k,t in (('kthvalue_ms', r['update_ms']), ('prune_ms', both))]
+        print(f"{r['context']:7} {r['granularity']:11} {r['pruned']:6.2f} {r['weights']:10d} {r['update_ms']:10.1f} {r['state_ms']:9.1f} {both/r['pass_ms']:15.1f} "
+              f"{times[0]:>16} {times[1]:>11}")
 
 
 if __name__=='__main__': main()
