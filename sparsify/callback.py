@@ -302,7 +302,7 @@ def before_step(self:SparsifyCallback):
     for _,t,m in self.sparsifier.pruning():
         if t.param.grad is not None and t.param.requires_grad: zero_any_(t.param.grad, m)
 
-# %% ../nbs/09_callback.ipynb #1975ba51
+# %% ../nbs/09_callback.ipynb #596a700c
 @patch
 def after_cancel_step(self:SparsifyCallback): self._now.real = False
 
@@ -314,7 +314,7 @@ def after_step(self:SparsifyCallback):
     "Zero the pruned weights again, whatever the optimizer did"
     now,sp = self._now,self.sparsifier
     if now.mode=='off' or sp is None: return
-    if now.check and now.real and now.trusted: now.trusted,now.moved = (True, False) if sp.obeys() else (False, True)
+    if now.check and now.real and now.trusted and not sp.obeys(): now.trusted,now.moved = False,True
     if now.check or not now.trusted: sp.apply_masks()
     if not now.real: return
     if now.leaky: self._clear(sp.targets)
