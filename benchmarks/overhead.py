@@ -1,9 +1,10 @@
 """What the callback costs at each training step: seconds inside its events over the seconds of the rest of the fit.
 
-    python benchmarks/overhead.py [--net resnet18|lenet] [--steps 1000] [--device cpu] [--only agp,global ...] [--json]
+    python benchmarks/overhead.py [--net resnet18|lenet] [--steps 1000] [--device cpu] [--only agp global ...] [--peer] [--json]
 
 A row is one fit of `--steps` steps with the default cadence. The events are timed one by one from outside, by a wrapper around the callback's `__call__`, so that both figures of a ratio are
-of the same fit and what else the machine does falls on both. A round ends with each row once; `--repeats` rounds, medians."""
+of the same fit and what else the machine does falls on both. A round ends with each row once; `--repeats` rounds, medians. `--peer` adds rows of
+fasterai's callback, if it is installed: it masks at each step, whatever the schedule, so that fewer steps (`--steps 100`) give the same ratio."""
 import argparse
 import json
 import statistics
@@ -55,11 +56,11 @@ class Meter(Callback):
         call = type(cb).__call__
         def timed(cb, name):
             start = time.perf_counter()
-            before = cb.sparsifier.updates if cb.sparsifier else 0
+            before = getattr(getattr(cb, 'sparsifier', None), 'updates', 0)
             out = call(cb, name)
             spent = time.perf_counter()-start
             self.total += spent
-            if name=='before_batch' and cb.sparsifier.updates!=before: self.updates.append(spent)
+            if name=='before_batch' and getattr(cb.sparsifier, 'updates', 0)!=before: self.updates.append(spent)
             return out
         cb.__class__ = type(type(cb).__name__, (type(cb),), dict(__call__=timed, __module__=type(cb).__module__))
 
@@ -82,6 +83,15 @@ def rows(context):
         yield f'{name} {context}',lambda kind,s=schedule: SparsifyCallback(.9, context=context, schedule=s, layer_type=kind)
 
 
+def peer_rows():
+    "The same of fasterai's callback"
+    import fasterai.core.schedule as theirs
+    from fasterai.core.criteria import large_final
+    from fasterai.sparse.sparsify_callback import SparsifyCallback as Theirs
+    for name in SCHEDULES:
+        yield f'fasterai {name} global',lambda kind,s=getattr(theirs, name): Theirs(.9, 'weight', 'global', large_final, s, layer_type=kind)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--net', choices=NETS, default='resnet18')
@@ -89,10 +99,11 @@ def main():
     p.add_argument('--repeats', type=int, default=1)
     p.add_argument('--device', default='cpu')
     p.add_argument('--only', nargs='*', help='rows with one of these in the name')
+    p.add_argument('--peer', action='store_true', help="rows of fasterai's callback")
     p.add_argument('--json', action='store_true')
     args = p.parse_args()
     kinds = dict([('no callback', lambda kind: None), *rows('local'), *rows('global'),
-                  ('masks that stay', lambda kind: SparsifyCallback(algorithm=Static(.9, context='local', init='topk'), layer_type=kind))])
+                  ('masks that stay', lambda kind: SparsifyCallback(algorithm=Static(.9, context='local', init='topk'), layer_type=kind)), *(peer_rows() if args.peer else ())])
     if args.only: kinds = {k: v for k,v in kinds.items() if any(o in k for o in args.only)}
     found = {k: [] for k in kinds}
     run(args.net, 5, args.device, lambda kind: None)      # warm

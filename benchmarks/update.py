@@ -50,7 +50,7 @@ def measure(context, granularity, pruned, step=.02, repeats=7, device='cpu', the
     shares,n,found,changed = sp.shares_of(pruned+step),sum(w.numel() for w in weights.values()),{},[]
 
     def update(): changed[:] = sp.update(shares)
-    def state(): forget(opt, [(sp.targets[k].param, sp.masks[k]) for k in changed])
+    def state(): forget(opt, [(sp.targets[k].param, sp.masks[k]) for k in changed], look=False)
     def one_pass():
         for k,w in weights.items(): torch.abs(w, out=bufs[k])
     for i in range(repeats+1):

@@ -281,15 +281,15 @@ def _unfrozen(self:SparsifyCallback, shares:dict)->dict:
         self._now.told = True
     return {} if self.if_frozen=='wait' else {k: s for k,s in shares.items() if k not in cold}
 
-# %% ../nbs/09_callback.ipynb #87849be7
+# %% ../nbs/09_callback.ipynb #1667960b
 @patch
-def _clear(self:SparsifyCallback, names:Iterable[str])->bool:
-    "Zero what the optimizer remembers of pruned weights in these targets, and in what follows them; whether there was something to zero"
+def _clear(self:SparsifyCallback, names:Iterable[str], look:bool=False)->bool:
+    "Zero what the optimizer remembers of pruned weights in these targets, and in what follows them; whether there was, if it is to `look`"
     names = set(names)
     if not names or self.learn.opt is None: return False
     sp = self.sparsifier
     held = [(t.param, m) for k,t,m in sp.all_masks() if k in names or sp.followers.get(k, (None, None))[1] in names]
-    found = forget(self.learn.opt, held)
+    found = forget(self.learn.opt, held, look)
     self._now.check = bool(held)
     return found
 
@@ -302,7 +302,7 @@ def before_step(self:SparsifyCallback):
     for _,t,m in self.sparsifier.pruning():
         if t.param.grad is not None and t.param.requires_grad: zero_any_(t.param.grad, m)
 
-# %% ../nbs/09_callback.ipynb #596a700c
+# %% ../nbs/09_callback.ipynb #d3f2bffd
 @patch
 def after_cancel_step(self:SparsifyCallback): self._now.real = False
 
@@ -318,7 +318,7 @@ def after_step(self:SparsifyCallback):
     if now.check or not now.trusted: sp.apply_masks()
     if not now.real: return
     if now.leaky: self._clear(sp.targets)
-    elif now.check: now.leaky,now.check = self._clear(sp.targets),False
+    elif now.check: now.leaky,now.check = self._clear(sp.targets, look=True),False
     if now.mode=='train': now.step,now.fresh = now.step+1,True
     now.real = False
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KeepsMasks', 'Kept', 'kept', 'state_to_save', 'obeyed', 'check_runs', 'find_run']
 
-# %% ../nbs/08b_checkpoint.ipynb #5098821d
+# %% ../nbs/08b_checkpoint.ipynb #2a04ca6a
 import io
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import torch.nn as nn
 from fastai.learner import Learner, join_path_file
 from fastai.torch_core import rank_distrib
 
-from .masks import unpack_bits
+from .masks import unpack_mask
 from .sparsifier import Sparsifier
 from .targets import clean_name, unwrap, warn_user
 
@@ -66,7 +66,7 @@ def state_to_save(
 # %% ../nbs/08b_checkpoint.ipynb #a9442ea3
 def _params(model:nn.Module)->dict[str,nn.Parameter]: return {clean_name(k): p for k,p in unwrap(model).named_parameters(remove_duplicate=False)}
 
-# %% ../nbs/08b_checkpoint.ipynb #d8e3ee60
+# %% ../nbs/08b_checkpoint.ipynb #da8bc8db
 def obeyed(
     run:dict, # One of a file's `runs`
     model:nn.Module,
@@ -74,7 +74,7 @@ def obeyed(
     "Whether the weights of `model` are zero wherever the masks of a file prune"
     params,masks = _params(model),run['sparsifier']['masks']
     return all(k in params and list(params[k].shape)==m['shape']
-               and not params[k].detach()[~unpack_bits(m['bits'], m['shape']).to(params[k].device)].count_nonzero() for k,m in masks.items())
+               and not params[k].detach()[~unpack_mask(m).to(params[k].device)].count_nonzero() for k,m in masks.items())
 
 # %% ../nbs/08b_checkpoint.ipynb #8257f505
 @contextmanager
@@ -134,7 +134,7 @@ def _without(run:dict, names:list[str])->dict:
     refs = {k: {n: r for n,r in v.items() if n in kept} for k,v in sp['refs'].items()}
     return dict(run, records=[], sparsifier=dict(sp, masks=kept, refs=refs))
 
-# %% ../nbs/08b_checkpoint.ipynb #0a145414
+# %% ../nbs/08b_checkpoint.ipynb #5bcf8235
 def check_runs(
     state, # What a file holds
     model:nn.Module,
@@ -145,7 +145,7 @@ def check_runs(
     try:
         if state['version']!=1: raise ValueError(f"version {state['version']!r}, this library reads version 1")
         runs = [_check_run(r) for r in state['runs']]
-        masks = {k: unpack_bits(m['bits'], m['shape']) for r in runs for k,m in r['sparsifier']['masks'].items()}
+        masks = {k: unpack_mask(m) for r in runs for k,m in r['sparsifier']['masks'].items()}
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"the sparse state in {file} is damaged: {type(e).__name__} {e}. Nothing was loaded") from None
     params = _params(model)

@@ -6,7 +6,7 @@
 __all__ = ['mean_share', 'reached', 'others', 'is_idle_holder', 'refuse_overlap', 'move_holders', 'inherit', 'let_go',
            'refuse_part', 'run_to_resume', 'back_to']
 
-# %% ../nbs/08f_handover.ipynb #77dc59c3
+# %% ../nbs/08f_handover.ipynb #ba854335
 from collections.abc import Iterable
 from copy import copy
 
@@ -15,7 +15,7 @@ from fastai.learner import Learner
 from torch import Tensor
 
 from .checkpoint import KeepsMasks, find_run, kept, obeyed
-from .masks import is_masked, n_true, unpack_bits
+from .masks import is_masked, n_true, unpack_mask
 from .sparsifier import Masks, Sparsifier
 from .targets import spread, warn_user
 
@@ -99,7 +99,7 @@ def _take_over(sp:Sparsifier, masks:dict[str,Tensor])->None:
         m = m.to(t.param.device)
         if is_masked(t.param, m) and torch.equal(sp.grans[k].expand(sp.grans[k].active(m)), m): sp.masks[k] = m
 
-# %% ../nbs/08f_handover.ipynb #673b44cc
+# %% ../nbs/08f_handover.ipynb #e2395f63
 def inherit(
     cb:KeepsMasks, # With a new sparsifier
     old:Sparsifier|None, # The one it had before, of a model that has changed since
@@ -107,7 +107,7 @@ def inherit(
     "Take over what callbacks before this one have left, and what a file has brought"
     k,sp = kept(cb.learn),cb.sparsifier
     for o in [*(o.sparsifier for o in k.past if o is not cb), old]: _take_over(sp, o.masks if o is not None else {})
-    for r in k.loaded: _take_over(sp, {n: unpack_bits(m['bits'], m['shape']) for n,m in r['sparsifier']['masks'].items()})
+    for r in k.loaded: _take_over(sp, {n: unpack_mask(m) for n,m in r['sparsifier']['masks'].items()})
 
 # %% ../nbs/08f_handover.ipynb #8f7dd694
 def let_go(cb:KeepsMasks)->None:

@@ -49,16 +49,17 @@ def zero_any_(
     if t.is_sparse: zero_(t._values(), mask[t._indices()[0]])
     else: zero_(t, mask)
 
-# %% ../nbs/08a_optimizer.ipynb #d74194d1
+# %% ../nbs/08a_optimizer.ipynb #635b267f
 def forget(
     opt, # As for `opt_tensors`; None remembers nothing
     held:Sequence[tuple[Parameter,Tensor]], # Parameters and their masks
-)->bool: # Whether there was something to forget
+    look:bool=True, # Look first whether there is something to forget: it takes as long again
+)->bool: # Whether there was something to forget, if it looked
     "Zero what an optimizer remembers of pruned weights"
     found = False
     for i,v in opt_tensors(opt, [p for p,_ in held]):
         m = held[i][1]
-        if not v.is_sparse: found = found or not is_masked(v, m)
+        if look and not v.is_sparse: found = found or not is_masked(v, m)
         zero_any_(v, m)
     return found
 

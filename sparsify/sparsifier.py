@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Masks', 'Sparsifier', 'warn_nm', 'Handle']
 
-# %% ../nbs/06_sparsifier.ipynb #37868a71
+# %% ../nbs/06_sparsifier.ipynb #1e2983e0
 import os
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from .context import Units, as_context, global_, ranking
 from .criteria import check_criterion, large_final, score
 from .followers import followers_of
 from .granularity import NM, Dims, Granularity, as_granularity, as_reduce, check_granularity
-from .masks import as_init, drop, grow, has_nan, is_masked, n_true, pack_bits, unpack_bits, zero_, zero_lost_
+from .masks import as_init, drop, grow, has_nan, is_empty, is_masked, n_true, pack_mask, unpack_mask, zero_, zero_lost_
 from .targets import Target, as_fraction, spread, unwrap, warn_user
 
 # %% ../nbs/06_sparsifier.ipynb #d5fefbd1
@@ -41,7 +41,7 @@ class Masks(UserDict):
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
         return mask.contiguous()
 
-# %% ../nbs/06_sparsifier.ipynb #91aa2f41
+# %% ../nbs/06_sparsifier.ipynb #757e0f87
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
@@ -75,7 +75,7 @@ class Sparsifier:
         wants = getattr(criteria, 'needs', ())
         self.refs = {n: {k: t.param.detach().clone() for k,t in self.targets.items()} for n in ('init', 'previous') if n in wants}
         self._hooks = {'target': {}, 'mask': {}}
-        self._alive,self.followers,self._pruning = {},{},([], [])
+        self._alive,self._counted,self.followers,self._pruning = {},{},{},([], [])
         self.followers = followers_of(self.model, self.targets, self.grans)
 
     @property
@@ -210,7 +210,7 @@ def fits(self:Sparsifier, model:nn.Module)->bool:
     modules = {id(m) for m in unwrap(model).modules()}
     return all(id(t.module) in modules and t.param is not None and t.param.shape==self.masks[k].shape for k,t in self.targets.items())
 
-# %% ../nbs/06_sparsifier.ipynb #1a57c4fb
+# %% ../nbs/06_sparsifier.ipynb #ed06a943
 @patch
 def set_masks(self:Sparsifier,
     new:dict[str,Tensor], # `{name: bool mask}`, any of the targets
@@ -219,7 +219,7 @@ def set_masks(self:Sparsifier,
     new = {k: self.masks.checked(k, m) for k,m in new.items()}
     old = {k: self.masks[k] for k in new}
     for k,m in new.items(): self.masks[k] = m
-    dead = [self.targets[k].layer for k in new if not n_true(self.masks[k])]
+    dead = [self.targets[k].layer for k in new if is_empty(self.masks[k])]
     if dead: warn_user(f"nothing is left of {', '.join(dead)}: no signal passes there any more")
     if self.held and not self.followers:
         for k,m in old.items(): zero_lost_(self.targets[k].param, m, self.masks[k])
@@ -269,14 +269,17 @@ def _weight(self:Sparsifier, name:str)->Tensor:
     if has_nan(w): self.scores(name)
     return w.view(-1)
 
-# %% ../nbs/06_sparsifier.ipynb #c8b79b34
+# %% ../nbs/06_sparsifier.ipynb #a6e12092
 @patch
 def _units(self:Sparsifier, name:str)->Units:
     "What the context is told of a layer"
     g,m = self.grans[name],self.masks[name]
-    alive = m.view(-1) if isinstance(g, Dims) and g.size==1 else g.active(m)
-    if g.rows==1: alive = alive.view(-1)
-    return Units(name, g.shape, g.n, g.size, g.rows, n_true(alive), lambda: self.scores(name), alive,
+    if self._counted.get(name, (None, None))[:2]!=(id(m), m._version):      # asked for whenever an update is due, worked out when the mask changes
+        alive = m.view(-1) if isinstance(g, Dims) and g.size==1 else g.active(m)
+        if g.rows==1: alive = alive.view(-1)
+        self._counted[name] = id(m),m._version,alive,n_true(alive),m
+    _,_,alive,n,_ = self._counted[name]
+    return Units(name, g.shape, g.n, g.size, g.rows, n, lambda: self.scores(name), alive,
                  (lambda: self._weight(name)) if self._is_direct(name) else None)
 
 # %% ../nbs/06_sparsifier.ipynb #cb7691d7
@@ -300,7 +303,7 @@ def _share(self:Sparsifier, shares:dict[str,float])->tuple[dict,dict]:
     if isinstance(self.granularity, NM): kept = {k: max(n, self.granularity.n) for k,n in kept.items()}
     return units,kept
 
-# %% ../nbs/06_sparsifier.ipynb #1109798a
+# %% ../nbs/06_sparsifier.ipynb #ecc41f62
 @patch
 def update(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}` of the targets to look at, fractions in [0, 1]
@@ -317,6 +320,7 @@ def update(self:Sparsifier,
         if most>n or (falls and least<n): new[k] = self._mask(k, u, n, getattr(kept, 'masks', {}).get(k))
     if self.agree: new = self.agree(new)
     if new: self.set_masks(new)
+    for k in new: self._units(k)      # counts them, so that no later step has to wait for a device
     return list(new)
 
 # %% ../nbs/06_sparsifier.ipynb #73a27ea9
@@ -449,18 +453,18 @@ def tell_targets(self:Sparsifier, shares:dict[str,float])->None:
         name = os.path.commonprefix([k for k,v in shares.items() if v==s])+'*'
         for hook in list(self._hooks['target'].values()): hook(self, name, s)
 
-# %% ../nbs/06_sparsifier.ipynb #aff6768f
+# %% ../nbs/06_sparsifier.ipynb #1f2bb664
 @patch
 def state_dict(self:Sparsifier)->dict:
-    "Masks (one bit a weight), what criterion and algorithm remember, and the number of updates: tensors, numbers and strings only"
+    "Masks (a bit a weight, or less), what criterion and algorithm remember, and the number of updates: tensors, numbers and strings only"
     return dict(version=1, seed=self.seed, updates=self.updates, memory=dict(self.memory),
                 refs={k: {n: r.clone() for n,r in v.items()} for k,v in self.refs.items()},
-                masks={k: dict(bits=pack_bits(m), shape=list(m.shape)) for k,m in self.masks.items()})
+                masks={k: pack_mask(m) for k,m in self.masks.items()})
 
-# %% ../nbs/06_sparsifier.ipynb #516d943a
+# %% ../nbs/06_sparsifier.ipynb #76de41bd
 def _read_state(state:dict)->tuple[dict,dict,tuple]:
     "Masks, memory of the criterion, and seed, updates and memory of the algorithm"
-    masks = {k: unpack_bits(v['bits'], v['shape']) for k,v in state['masks'].items()}
+    masks = {k: unpack_mask(v) for k,v in state['masks'].items()}
     refs = {k: {n: torch.as_tensor(r) for n,r in v.items()} for k,v in state['refs'].items()}
     if not isinstance(state['memory'], dict): raise TypeError(f"memory is a {type(state['memory']).__name__}, a dict is needed")
     return masks,refs,(_whole_number(state['seed'], 'seed'),_whole_number(state['updates'], 'updates'),dict(state['memory']))
