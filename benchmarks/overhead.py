@@ -18,6 +18,7 @@ from torchvision.models import resnet18
 
 from sparsify.algorithm import Static
 from sparsify.callback import SparsifyCallback
+from sparsify.dynamic import SET, RigL
 from sparsify.schedule import agp, cos, iterative, one_shot
 
 SCHEDULES = dict(one_shot=one_shot, iterative=iterative, agp=agp, cos=cos)
@@ -57,11 +58,11 @@ class Meter(Callback):
         def timed(cb, name):
             start = time.perf_counter()
             before = getattr(getattr(cb, 'sparsifier', None), 'updates', 0)
-            out = call(cb, name)
-            spent = time.perf_counter()-start
-            self.total += spent
-            if name=='before_batch' and getattr(cb.sparsifier, 'updates', 0)!=before: self.updates.append(spent)
-            return out
+            try: return call(cb, name)
+            finally:      # RigL ends its step with an exception
+                spent = time.perf_counter()-start
+                self.total += spent
+                if name in ('before_batch', 'before_step', 'after_step') and getattr(cb.sparsifier, 'updates', 0)!=before: self.updates.append(spent)
         cb.__class__ = type(type(cb).__name__, (type(cb),), dict(__call__=timed, __module__=type(cb).__module__))
 
 
@@ -103,6 +104,7 @@ def main():
     p.add_argument('--json', action='store_true')
     args = p.parse_args()
     kinds = dict([('no callback', lambda kind: None), *rows('local'), *rows('global'),
+                  *[(f'{a.__name__} erk', lambda kind, a=a: SparsifyCallback(algorithm=a(.9), layer_type=kind)) for a in (SET, RigL)],
                   ('masks that stay', lambda kind: SparsifyCallback(algorithm=Static(.9, context='local', init='topk'), layer_type=kind)), *(peer_rows() if args.peer else ())])
     if args.only: kinds = {k: v for k,v in kinds.items() if any(o in k for o in args.only)}
     found = {k: [] for k in kinds}

@@ -7,6 +7,8 @@ from .context import *
 from .targets import *
 from .sparsifier import *
 from .algorithm import *
+from .dynamic import *
+from .group import *
 from .copies import *
 from .callback import *
 

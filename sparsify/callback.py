@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['SparsifyCallback']
 
-# %% ../nbs/09_callback.ipynb #9fd2087f
+# %% ../nbs/09_callback.ipynb #8fb179d6
 import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import torch.nn as nn
-from fastai.callback.core import Callback, event
+from fastai.callback.core import CancelStepException, Callback, event
 from fastai.callback.hook import HookCallback
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import Learner
+from fastai.torch_core import find_bs
 from fastcore.basics import patch
 
 from .algorithm import GMP, Algorithm, Clock, Static
@@ -23,6 +24,7 @@ from .checkpoint import KeepsMasks, find_run, kept
 from .copies import warn_of_copies
 from .criteria import check_criterion, large_final
 from .granularity import NM, check_granularity
+from .group import Group
 from .handover import (back_to, inherit, is_idle_holder, let_go, mean_share, move_holders, others, reached, refuse_overlap, refuse_part,
                                run_to_resume)
 from .optimizer import forget, keeps_zeros, zero_any_
@@ -53,7 +55,7 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #032cdd4b
+# %% ../nbs/09_callback.ipynb #0f34f0e4
 class SparsifyCallback(KeepsMasks, Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
@@ -99,7 +101,8 @@ class SparsifyCallback(KeepsMasks, Callback):
                             reduce=reduce, seed=seed)
         self.sparsifier:Sparsifier|None = None
         self.hold,self.if_frozen,self.sparse_best,self.holds,self.records = hold,frozen,sparse_best,False,[]
-        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1, step=0, since=-1, fresh=True, trained=None, fit=-1, looked=-1, masks=None, trusted=False, moved=False)
+        self._now = SimpleNamespace(mode='off', leaky=False, check=False, begin=False, epoch=-1, step=0, since=-1, fresh=True, trained=None, fit=-1, looked=-1, masks=None, trusted=False, moved=False,
+                                    live={}, replaced=False)
 
     def __call__(self, event_name):
         "Only what is there is looked for: fastai would ask the learner and the model for every event that a callback has not got"
@@ -124,15 +127,18 @@ def _as_target(sparsity):
     if not sparsity: raise ValueError("sparsity is an empty dict: nothing would be pruned")
     return {k: as_fraction(v, f'sparsity of {k!r}') for k,v in sparsity.items()}
 
-# %% ../nbs/09_callback.ipynb #14983522
+# %% ../nbs/09_callback.ipynb #95c18a10
 def _check_algorithm(a:Algorithm, nm)->None:
     "Refuse contradictions that need no model to be seen"
-    g = NM(2, 4) if nm is True else nm if isinstance(nm, NM) else a.granularity
-    if isinstance(g, NM) and isinstance(a.sparsity, (float, dict)): warn_nm(g, a.sparsity)
+    if isinstance(a, Group):
+        for one in a.algorithms: _check_algorithm(one, nm)
+        return
     if isinstance(a, GMP) and a.sparsity is None and not nm and not hasattr(a.granularity, 'm'):
         raise ValueError("sparsity is missing: a fraction in [0, 1] such as 0.9, or a dict from layers to fractions")
-    if isinstance(a, Static) and a.sparsity is None and a.init!='from_zeros':
-        raise ValueError("sparsity is missing: Static needs a fraction in [0, 1), or init='from_zeros'")
+    g = NM(2, 4) if nm is True else nm if isinstance(nm, NM) else a.granularity
+    if isinstance(g, NM) and isinstance(a.sparsity, (float, dict)): warn_nm(g, a.sparsity)
+    if not isinstance(a, GMP) and a.sparsity is None and a.init!='from_zeros':
+        raise ValueError(f"sparsity is missing: {type(a).__name__} needs a fraction in [0, 1), or init='from_zeros'")
 
 # %% ../nbs/09_callback.ipynb #0c2d101f
 @patch
@@ -170,7 +176,7 @@ def before_train(self:SparsifyCallback):
         raise
     if self.sparse_best: _warn_no_best(self)
 
-# %% ../nbs/09_callback.ipynb #55f62ed3
+# %% ../nbs/09_callback.ipynb #11ef4e6a
 @patch
 def _start(self:SparsifyCallback):
     "What is done once in a fit, before its first batch"
@@ -185,7 +191,7 @@ def _start(self:SparsifyCallback):
     move_holders(self, sp)
     self.sparsifier = sp
     self._now.__dict__.update(mode='train', n=n, batches=batches, per=per_step, steps=steps, step=self._now.epoch*n//per_step, since=-1, at=-1, fresh=True, real=False,
-                              target=None, closed=False, told=False, settled=False, pures=0, fit=self._now.fit+1)
+                              target=None, closed=False, told=False, settled=False, pures=0, live={}, replaced=False, fit=self._now.fit+1)
     if fresh:
         inherit(self, old)
         self.records = []
@@ -197,12 +203,12 @@ def _start(self:SparsifyCallback):
     self._clear(sp.targets)
     if all(t.param.requires_grad for t in sp.targets.values()): self._begin(self.algorithm.shares(sp, self._clock(0)))
 
-# %% ../nbs/09_callback.ipynb #f485e09e
+# %% ../nbs/09_callback.ipynb #13dae822
 @patch
 def _clock(self:SparsifyCallback, t:int)->Clock:
     "The time at batch `t` of this fit"
     now = self._now
-    return Clock(min(t//now.per, now.steps-1), now.steps, now.step, now.steps, now.since)
+    return Clock(min(t//now.per, now.steps-1), now.steps, now.step, now.steps, now.since, self.learn.n_epoch)
 
 # %% ../nbs/09_callback.ipynb #dff42572
 @patch
@@ -230,12 +236,15 @@ def _resume(self:SparsifyCallback, run:dict|None)->None:
     self.records,now.fit,now.begin = [list(r) for r in run['records']],run['fit'],not run['begun']
     if run['epochs']==now.epoch: now.step,now.since,now.fresh = run['step'],run['since'],run['fresh']
 
-# %% ../nbs/09_callback.ipynb #3d6ed0da
+# %% ../nbs/09_callback.ipynb #0e836e38
 def _batches_per_step(learn:Learner)->int:
     "Batches in an optimizer step: 1, or what `GradientAccumulation` collects"
     acc = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)]
-    bs = getattr(learn.dls.train, 'bs', None) or getattr(learn.dls.train, 'batch_size', None) or 1
-    return max(1, math.ceil(acc[0].n_acc/bs)) if acc else 1
+    if not acc: return 1
+    dl = learn.dls.train
+    bs = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or (find_bs(dl[0]) if isinstance(dl, (list, tuple)) else None)
+    if bs is None: warn_user(f"{type(dl).__name__} does not say how large its batches are: each is taken for an optimizer step of GradientAccumulation")
+    return max(1, math.ceil(acc[0].n_acc/bs)) if bs else 1
 
 # %% ../nbs/09_callback.ipynb #9e09224a
 @patch
@@ -246,7 +255,7 @@ def before_batch(self:SparsifyCallback):
     self._move()
     now.pure = now.settled and (now.pure or self.learn.iter==0)
 
-# %% ../nbs/09_callback.ipynb #8c0cd776
+# %% ../nbs/09_callback.ipynb #3dd65b04
 @patch
 def _move(self:SparsifyCallback):
     "Ask for the target and, if an update is due, move the masks"
@@ -256,17 +265,28 @@ def _move(self:SparsifyCallback):
     if not now.fresh and (now.closed or not clock.last): return
     shares = self._unfrozen(a.shares(sp, clock))
     if not shares:
-        now.settled = False
+        now.settled,now.live = False,{}
         return
     sp.tell_targets(shares)
     self._begin(shares)
-    if a.due(sp, clock):
-        sp.held = True      # the weights obey the masks since the last step
-        try:
-            with agreeing(sp, self.learn.model): self._clear(a.update_masks(sp, shares))
-        finally: sp.held = False
-        now.settled = a.settled(sp, clock)
+    now.live = shares
+    self._turn(clock, 'before_batch')
     now.at,now.since,now.fresh,now.target,now.closed = t,clock.batch,False,shares,clock.last
+
+# %% ../nbs/09_callback.ipynb #cf91e415
+@patch
+def _turn(self:SparsifyCallback, clock:Clock, place:str)->bool:
+    "Let the algorithm do what is due at this moment of the step; whether something was"
+    now,sp,a = self._now,self.sparsifier,self.algorithm
+    if not now.live or place not in a.places: return False
+    sp.held = True      # the weights obey the masks since the last step
+    try:
+        with agreeing(sp, self.learn.model): changed = a.turn(sp, now.live, clock, place)
+    finally: sp.held = False
+    if changed is None: return False
+    self._clear(changed)
+    now.settled = a.settled(sp, clock)
+    return True
 
 # %% ../nbs/09_callback.ipynb #e8fd6f64
 @patch
@@ -293,18 +313,23 @@ def _clear(self:SparsifyCallback, names:Iterable[str], look:bool=False)->bool:
     self._now.check = bool(held)
     return found
 
-# %% ../nbs/09_callback.ipynb #c9e49505
+# %% ../nbs/09_callback.ipynb #7b4183cb
 @patch
 def before_step(self:SparsifyCallback):
-    "Zero the gradients of pruned weights, before anything clips or measures them"
+    "Let the algorithm see and use the dense gradients, then zero those of pruned weights, before anything clips or measures them"
     if self._now.mode=='off' or self.sparsifier is None: return
-    self._now.real = True
+    now,a = self._now,self.algorithm
+    now.real = True
+    clock = self._clock(now.at) if now.mode=='train' and now.live else None
+    if clock and a.watches: a.watch(self.sparsifier, clock)
+    now.replaced = bool(clock) and self._turn(clock, 'before_step') and a.replaces
     for _,t,m in self.sparsifier.pruning():
         if t.param.grad is not None and t.param.requires_grad: zero_any_(t.param.grad, m)
+    if now.replaced: raise CancelStepException(f"{type(a).__name__} has moved its masks instead")
 
-# %% ../nbs/09_callback.ipynb #d3f2bffd
+# %% ../nbs/09_callback.ipynb #ff44469c
 @patch
-def after_cancel_step(self:SparsifyCallback): self._now.real = False
+def after_cancel_step(self:SparsifyCallback): self._now.real = self._now.replaced
 
 @patch
 def after_cancel_batch(self:SparsifyCallback): self._now.real = False
@@ -319,8 +344,10 @@ def after_step(self:SparsifyCallback):
     if not now.real: return
     if now.leaky: self._clear(sp.targets)
     elif now.check: now.leaky,now.check = self._clear(sp.targets, look=True),False
-    if now.mode=='train': now.step,now.fresh = now.step+1,True
-    now.real = False
+    if now.mode=='train':
+        if now.live and 'after_step' in self.algorithm.places: self._turn(self._clock(now.at), 'after_step')
+        now.step,now.fresh = now.step+1,True
+    now.real = now.replaced = False
 
 # %% ../nbs/09_callback.ipynb #c5cf33d3
 _events = {k for k in dir(event) if k.startswith(('before_', 'after_'))}
@@ -360,13 +387,13 @@ def after_epoch(self:SparsifyCallback):
     now.pures = now.pures+1 if now.pure else 0
     if self.sparse_best and now.pures<=1: forget_best(trackers(self.learn))
 
-# %% ../nbs/09_callback.ipynb #8ef6e272
+# %% ../nbs/09_callback.ipynb #2dc1f817
 def _warn_no_best(cb:SparsifyCallback)->None:
     "Warn if there is a tracker but no epoch for it to judge"
     now,a,found = cb._now,cb.algorithm,trackers(cb.learn)
     first = (cb.learn.n_epoch-1)*now.n
     clock = cb._clock(first)._replace(step=first//now.per)
-    if found and not isinstance(a.sparsity, Cycling) and not a.settled(cb.sparsifier, clock):
+    if found and (isinstance(a, Group) or not isinstance(a.sparsity, Cycling)) and not a.settled(cb.sparsifier, clock):
         warn_user(f"no epoch is trained at the final sparsity from its first batch to its last, so {type(found[0]).__name__} has none to choose from and takes the last: "
                   "end the schedule earlier, train for longer, or pass sparse_best=False to let it choose among all")
 

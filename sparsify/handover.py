@@ -6,7 +6,7 @@
 __all__ = ['mean_share', 'reached', 'others', 'is_idle_holder', 'refuse_overlap', 'move_holders', 'inherit', 'let_go',
            'refuse_part', 'run_to_resume', 'back_to']
 
-# %% ../nbs/08f_handover.ipynb #ba854335
+# %% ../nbs/08f_handover.ipynb #483779af
 from collections.abc import Iterable
 from copy import copy
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from .checkpoint import KeepsMasks, find_run, kept, obeyed
 from .masks import is_masked, n_true, unpack_mask
 from .sparsifier import Masks, Sparsifier
-from .targets import spread, warn_user
+from .targets import warn_user
 
 # %% ../nbs/08f_handover.ipynb #8dd07566
 def mean_share(
@@ -45,12 +45,12 @@ def is_idle_holder(cb:KeepsMasks)->bool:
     "Whether a callback only holds what another one in the learner, with the same sparsifier, looks after"
     return cb.holds and any(o.sparsifier is cb.sparsifier for o in others(cb))
 
-# %% ../nbs/08f_handover.ipynb #a706cfc7
+# %% ../nbs/08f_handover.ipynb #7784114c
 def _params_of(cb:KeepsMasks)->dict[int,str]:
     "The parameters that a callback sparsifies, or will, by identity"
     sp,a = cb.sparsifier,cb.algorithm
     if sp is not None and sp.fits(cb.learn.model): targets = sp.targets
-    else: targets = spread(a.sparsity if a.by_layer else None, cb.learn.model, *(cb.options[k] for k in ('layer_type', 'exclude', 'within')))[0]
+    else: targets = a.targets(cb.learn.model, *(cb.options[k] for k in ('layer_type', 'exclude', 'within')))
     return {id(t.param): k for k,t in targets.items()}
 
 # %% ../nbs/08f_handover.ipynb #f890ef21

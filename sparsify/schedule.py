@@ -6,9 +6,9 @@
 __all__ = ['lin', 'cos', 'agp', 'one_cycle', 'one_shot', 'iterative', 'dsd', 'sched_lin', 'sched_cos', 'sched_agp',
            'sched_one_cycle', 'sched_one_shot', 'sched_iterative', 'sched_dsd', 'Schedule', 'as_schedule',
            'StepSchedule', 'Constant', 'Linear', 'Exp', 'Power', 'Cosine', 'Cycling', 'Lambda', 'as_step_schedule',
-           'Every', 'At', 'as_update']
+           'Every', 'At', 'Epochs', 'as_update', 'update_in']
 
-# %% ../nbs/01_schedule.ipynb #194f0176
+# %% ../nbs/01_schedule.ipynb #c4990a54
 import difflib, inspect, math, operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from functools import partial
 from numbers import Integral, Real
 from fastcore.basics import patch
 
-# %% ../nbs/01_schedule.ipynb #bdd5bc49
+# %% ../nbs/01_schedule.ipynb #9981f247
 def sched_lin(start, end, pos):
     "Straight line from `start` to `end`"
     return start + pos*(end-start)
@@ -26,7 +26,7 @@ def sched_cos(start, end, pos):
     "Half a cosine from `start` to `end`: slow, fast, slow"
     return start + (1-math.cos(math.pi*pos))/2*(end-start)
 
-# %% ../nbs/01_schedule.ipynb #fd5d8647
+# %% ../nbs/01_schedule.ipynb #eae82f20
 def sched_agp(start, end, pos):
     "Automated gradual pruning, the cubic of Zhu & Gupta, [arXiv 1710.01878](https://arxiv.org/abs/1710.01878)"
     return end + (start-end)*(1-pos)**3
@@ -35,7 +35,7 @@ def sched_one_cycle(start, end, pos):
     "One-cycle pruning of Hubens et al., a logistic curve, [arXiv 2107.02086](https://arxiv.org/abs/2107.02086)"
     return start + (1+math.exp(-14+6))/(1+math.exp(-14*pos+6))*(end-start)
 
-# %% ../nbs/01_schedule.ipynb #8029cc78
+# %% ../nbs/01_schedule.ipynb #698de4f8
 def sched_one_shot(start, end, pos):
     "`end`, from the first position on"
     return end
@@ -44,12 +44,12 @@ def sched_iterative(start, end, pos, n_steps=3):
     "`n_steps` equal jumps, Han et al., [arXiv 1506.02626](https://arxiv.org/abs/1506.02626)"
     return start + math.ceil(round(pos*n_steps, 9))/n_steps*(end-start)
 
-# %% ../nbs/01_schedule.ipynb #d8397710
+# %% ../nbs/01_schedule.ipynb #8b7cbb82
 def sched_dsd(start, end, pos):
     "Up to `end` at half way and back: a smooth form of dense-sparse-dense, Han et al., [arXiv 1607.04381](https://arxiv.org/abs/1607.04381)"
     return start + (1-math.cos(2*math.pi*pos))/2*(end-start)
 
-# %% ../nbs/01_schedule.ipynb #da49e78d
+# %% ../nbs/01_schedule.ipynb #76e6073c
 def _name(f):
     "What to call curve or function `f` in a message or a plot"
     if isinstance(f, partial):
@@ -70,7 +70,7 @@ def _progress(curve, n, pos):
     "`curve`, of `n` parameters, at `pos`: progress from 0 to 1, whichever form it has"
     return float(curve(pos) if n==1 else curve(0., 1.)(pos) if n==2 else curve(0., 1., pos))
 
-# %% ../nbs/01_schedule.ipynb #61162f71
+# %% ../nbs/01_schedule.ipynb #bd670714
 def _check_curve(curve, ends):
     "The number of `curve`'s parameters; raise unless it gives progress within [0, 1] everywhere and `ends` at position 1"
     n, name = _n_params(curve), _name(curve)
@@ -93,7 +93,7 @@ def _check_curve(curve, ends):
                          f"end it there, or declare its end, Schedule({name}, ends={y:g})")
     return n
 
-# %% ../nbs/01_schedule.ipynb #ac2c53ea
+# %% ../nbs/01_schedule.ipynb #288df4e1
 def _number(name, x, lo=-math.inf, hi=math.inf, what='a number'):
     "`x` as a finite float within [`lo`, `hi`], or an error that calls it `name`"
     if isinstance(x, bool) or not isinstance(x, Real):
@@ -111,7 +111,7 @@ def _integer(name, x, lo=0):
     if i < lo: raise ValueError(f"{name}={i}: a whole number of at least {lo} is needed")
     return i
 
-# %% ../nbs/01_schedule.ipynb #fdbf468d
+# %% ../nbs/01_schedule.ipynb #4fa1e50e
 def _not_a_schedule(x):
     "The error for something that is no schedule and no curve: what is allowed, and what is ready-made"
     names = sorted(k for k,v in globals().items() if isinstance(v, Schedule) and not k.startswith('_'))
@@ -124,7 +124,7 @@ def _key(curve):
     "What makes two curves equal: a `partial`, which Python compares by identity, by its parts"
     return (_key(curve.func), curve.args, tuple(sorted(curve.keywords.items()))) if isinstance(curve, partial) else curve
 
-# %% ../nbs/01_schedule.ipynb #7a9eb23b
+# %% ../nbs/01_schedule.ipynb #5c223ff3
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     "The share of a target that is due at each position of a window of training; an immutable value"
@@ -154,7 +154,7 @@ class Schedule:
         changed = [f'{f.name}={v!r}' for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
         return f"Schedule({', '.join([_name(self.curve), *changed])})"
 
-# %% ../nbs/01_schedule.ipynb #1053f800
+# %% ../nbs/01_schedule.ipynb #065cf8e3
 @patch
 def __call__(self:Schedule,
     pos:float, # position in the window, in [0, 1]
@@ -167,7 +167,7 @@ def __call__(self:Schedule,
     lo, hi = sorted((self.start_val, self.end_val))
     return min(max(self.start_val + p*(self.end_val-self.start_val), lo), hi)
 
-# %% ../nbs/01_schedule.ipynb #3287f36a
+# %% ../nbs/01_schedule.ipynb #e1b94be6
 @patch(as_prop=True)
 def falls(self:Schedule) -> bool:
     "Does the share ever decrease? Measured at 1001 positions, beyond a slack of 1e-6"
@@ -176,7 +176,7 @@ def falls(self:Schedule) -> bool:
         object.__setattr__(self, '_falls', any(b < a-1e-6 for a,b in zip(ys, ys[1:])))
     return self._falls
 
-# %% ../nbs/01_schedule.ipynb #cafdef49
+# %% ../nbs/01_schedule.ipynb #83831f6c
 @patch
 def _window(self:Schedule, n):
     "The batches `(t0, t1)` of `n` between which the window opens and completes"
@@ -184,7 +184,7 @@ def _window(self:Schedule, n):
     t0, t1 = (math.ceil(round(x*n, 6)) for x in (self.start, self.end))
     return t0, min(t1, n-1)
 
-# %% ../nbs/01_schedule.ipynb #d0baab34
+# %% ../nbs/01_schedule.ipynb #bd3c7832
 @patch
 def position(self:Schedule,
     t:int, # batch, from 0
@@ -203,7 +203,7 @@ def at(self:Schedule,
     pos = self.position(t, n)
     return self.start_val if pos is None else self(pos)
 
-# %% ../nbs/01_schedule.ipynb #6cec2794
+# %% ../nbs/01_schedule.ipynb #1c471847
 @patch
 def begins(self:Schedule,
     n:int, # batches in the whole of training, at least 1
@@ -219,7 +219,7 @@ def changes(self:Schedule,
     "Is the share at batch `t` of `n` another than at the batch before (`start_val` before the first)?"
     return self.at(t, n) != (self.at(t-1, n) if t else self.start_val)
 
-# %% ../nbs/01_schedule.ipynb #1b803db7
+# %% ../nbs/01_schedule.ipynb #e1d0d88e
 @patch
 def plot(self:Schedule,
     n:int=None, # batches to draw as dots, in a run of `n`; None draws the curve alone
@@ -239,7 +239,7 @@ def plot(self:Schedule,
     ax.set(xlabel='share of training', ylabel='share of the target')
     return ax.figure
 
-# %% ../nbs/01_schedule.ipynb #26dfc365
+# %% ../nbs/01_schedule.ipynb #d5aa4b66
 lin = Schedule(sched_lin)
 cos = Schedule(sched_cos)
 agp = Schedule(sched_agp, start=.2)
@@ -248,7 +248,7 @@ one_shot = Schedule(sched_one_shot, start=.5, stepped=True)
 iterative = Schedule(sched_iterative, start=.2, stepped=True)
 dsd = Schedule(sched_dsd, ends=0.)
 
-# %% ../nbs/01_schedule.ipynb #8fd42958
+# %% ../nbs/01_schedule.ipynb #7ac78b62
 @patch
 def but(self:Schedule,
     **kw, # any of the fields of `Schedule`
@@ -256,14 +256,14 @@ def but(self:Schedule,
     "The same schedule with other values: `agp.but(start=.5)`"
     return replace(self, **kw)
 
-# %% ../nbs/01_schedule.ipynb #7a2d7982
+# %% ../nbs/01_schedule.ipynb #2added3c
 def as_schedule(
     x, # a `Schedule`, a curve `(start, end, pos)`, or a function of progress in [0, 1]
 ) -> Schedule: # `x` itself, or the curve over the whole of training
     "`x` as a `Schedule`; `TypeError` for what is none, `ValueError` for a curve that does not end at 1"
     return x if isinstance(x, Schedule) else Schedule(x)
 
-# %% ../nbs/01_schedule.ipynb #30958d62
+# %% ../nbs/01_schedule.ipynb #93518ddc
 class StepSchedule(ABC):
     "A hyper-parameter as a function of the optimizer step, counted from 0; a subclass gives `compute`"
     @abstractmethod
@@ -287,7 +287,7 @@ class StepSchedule(ABC):
     def load_state_dict(self, state):
         if state: raise ValueError(f"{self} has no state to load, not {state}")
 
-# %% ../nbs/01_schedule.ipynb #090e2b6f
+# %% ../nbs/01_schedule.ipynb #da26d31a
 @dataclass(frozen=True)
 class Constant(StepSchedule):
     "`value` at every step"
@@ -301,7 +301,7 @@ class Linear(StepSchedule):
     slope: float # change per step
     def compute(self, step): return self.init + self.slope*step
 
-# %% ../nbs/01_schedule.ipynb #f75ca195
+# %% ../nbs/01_schedule.ipynb #ec6f27cf
 @dataclass(frozen=True)
 class Exp(StepSchedule):
     "`final + (init-final)*e**(gamma*step)`: from `init` towards `final`"
@@ -324,7 +324,7 @@ class Power(StepSchedule):
         if self.beta < 0: raise ValueError(f"beta={self.beta:g}: a factor of at least 0 is needed")
     def compute(self, step): return self.init*self.beta**step
 
-# %% ../nbs/01_schedule.ipynb #62e0dbbf
+# %% ../nbs/01_schedule.ipynb #81ef5c2b
 @dataclass(frozen=True)
 class Cosine(StepSchedule):
     "A cosine from `init` at step 0 to `minimum` at `half_period`, and back, Evci et al., [arXiv 1911.11134](https://arxiv.org/abs/1911.11134)"
@@ -340,7 +340,7 @@ class Cosine(StepSchedule):
     def bounds(self, begin, end):
         return min(self.init, self.minimum), max(self.init, self.minimum), self(end)
 
-# %% ../nbs/01_schedule.ipynb #c1a0d104
+# %% ../nbs/01_schedule.ipynb #c2e79e35
 @dataclass(eq=False)
 class Cycling(StepSchedule):
     "The next of `values` after each mask update"
@@ -363,7 +363,7 @@ class Cycling(StepSchedule):
         if index >= len(self.values): raise ValueError(f"index={index}: {self} has {len(self.values)} values")
         self.index = index
 
-# %% ../nbs/01_schedule.ipynb #abdb9751
+# %% ../nbs/01_schedule.ipynb #aba02fc3
 @dataclass(frozen=True)
 class Lambda(StepSchedule):
     "Any function of the step"
@@ -373,7 +373,7 @@ class Lambda(StepSchedule):
     def compute(self, step): return self.fn(step)
     def bounds(self, begin, end): return None
 
-# %% ../nbs/01_schedule.ipynb #ae137e30
+# %% ../nbs/01_schedule.ipynb #267dd00a
 def _from_dict(d):
     "The `StepSchedule` that dict `d` describes"
     types = {o.__name__.lower(): o for o in StepSchedule.__subclasses__()}
@@ -388,7 +388,7 @@ def _from_dict(d):
     except TypeError as e: raise ValueError(f"{d}: {e}; {name} takes {', '.join(inspect.signature(cls).parameters)}") from None
     return cls(**args)
 
-# %% ../nbs/01_schedule.ipynb #f16a9bab
+# %% ../nbs/01_schedule.ipynb #94d04492
 def as_step_schedule(
     x, # `StepSchedule`, number, list or tuple of numbers (`Cycling`), function of the step, or dict with `type`
 ) -> StepSchedule:
@@ -404,22 +404,34 @@ def as_step_schedule(
     raise ValueError(f"{x!r} is no function of the step: "
                      "give a number, a list of numbers, a function, a dict with `type`, or a StepSchedule")
 
-# %% ../nbs/01_schedule.ipynb #ec037fd5
+# %% ../nbs/01_schedule.ipynb #4521f5dd
+def _is_share(x): return isinstance(x, float) and 0<x<1
+
+# %% ../nbs/01_schedule.ipynb #0d1eebe0
 @dataclass(frozen=True)
 class Every:
     "Is an update due? Every `freq` steps from `start` on, before `stop`"
-    freq: int=1 # optimizer steps between updates, at least 1
-    start: int=0 # first step due
-    stop: int|None=None # first step that is not, above `start`; None goes on for ever
+    freq: int|float=1 # optimizer steps between updates, at least 1; a fraction in (0, 1) is of the run, see `update_in`
+    start: int|float=0 # first step due, or a fraction
+    stop: int|float|None=None # first step that is not, above `start`, or a fraction; None goes on for ever
     def __post_init__(self):
         for k,lo in dict(freq=1, start=0, stop=0).items():
-            if k!='stop' or self.stop is not None: object.__setattr__(self, k, _integer(k, getattr(self, k), lo))
-        if self.stop is not None and self.stop <= self.start:
+            x = getattr(self, k)
+            if x is not None and not _is_share(x): object.__setattr__(self, k, _integer(k, x, lo))
+        if self.stop is not None and _is_share(self.start)==_is_share(self.stop) and self.stop <= self.start:
             raise ValueError(f"stop={self.stop} <= start={self.start}: no step would be due; stop is exclusive")
+    @property
+    def by_share(self): return any(map(_is_share, (self.freq, self.start, self.stop)))
+    def of(self, steps):
+        "The same in a run of so many `steps`, with whole numbers only"
+        freq = max(1, round(self.freq*steps)) if _is_share(self.freq) else self.freq
+        start,stop = (math.ceil(round(x*steps, 6)) if _is_share(x) else x for x in (self.start, self.stop))
+        return Every(freq, start, stop if stop is None else max(stop, start+1))
     def __call__(self, step):
+        if self.by_share: raise ValueError(f"{self} is in fractions of a run: its length is needed, see update_in")
         return bool(step >= self.start and (self.stop is None or step < self.stop) and (step-self.start)%self.freq==0)
 
-# %% ../nbs/01_schedule.ipynb #31585547
+# %% ../nbs/01_schedule.ipynb #5efb2ba1
 @dataclass(frozen=True, repr=False)
 class At:
     "Is an update due? At exactly these `steps`"
@@ -434,12 +446,21 @@ class At:
     def __call__(self, step): return operator.index(step) in self.steps
     def __repr__(self): return f'At({sorted(self.steps)})'
 
-# %% ../nbs/01_schedule.ipynb #394abac8
+# %% ../nbs/01_schedule.ipynb #2ca13c9e
+@dataclass(frozen=True)
+class Epochs:
+    "Is an update due? At the last step of every `every`-th epoch but the last of the run"
+    every: int=1 # epochs between updates, at least 1
+    def __post_init__(self): object.__setattr__(self, 'every', _integer('every', self.every, 1))
+    def __call__(self, step): raise ValueError(f"{self} counts epochs: the length of the run is needed, see update_in")
+
+# %% ../nbs/01_schedule.ipynb #d3fb92fd
 def as_update(
-    x, # None (every step), an int (`Every` so many), a dict with `freq` (and `start`, `stop`) or `steps`, or a function of the step
+    x, # None (every step), an int (`Every` so many), 'epoch' or `Epochs`, a dict with `freq` (and `start`, `stop`) or `steps`, or a function of the step
 ) -> Callable: # step -> bool
     "`x` as an update cadence; `ValueError` or `TypeError` for what is none"
-    allowed = "None, an int, Every(...), At([...]), a function of the step, or a dict with `freq` (and `start`, `stop`) or `steps`"
+    allowed = "None, an int, Every(...), At([...]), 'epoch' or Epochs(...), a function of the step, or a dict with `freq` (and `start`, `stop`) or `steps`"
+    if isinstance(x, str) and x=='epoch': return Epochs()
     if isinstance(x, (bool, type, Schedule, StepSchedule)):
         raise TypeError(f"{x!r} is no update cadence: give {allowed}")
     if x is None: return Every()
@@ -449,3 +470,15 @@ def as_update(
     elif callable(x): return x
     elif isinstance(x, Integral): return Every(x)
     raise ValueError(f"{x!r} is no update cadence: give {allowed}")
+
+# %% ../nbs/01_schedule.ipynb #e58428ff
+def update_in(
+    x, # What `as_update` takes
+    steps:int, # Optimizer steps of the run
+    epochs:int=1, # Epochs of the run, of equal lengths
+) -> Callable: # step -> bool
+    "`x` in a run of this length: fractions become steps, epochs their last steps"
+    x = as_update(x)
+    if isinstance(x, Every): return x.of(steps) if x.by_share else x
+    if not isinstance(x, Epochs): return x
+    return At({e*steps//epochs-1 for e in range(x.every, epochs, x.every) if e*steps//epochs>0} or {steps})

@@ -229,14 +229,17 @@ def set_masks(self:Sparsifier,
     for k in new:
         for hook in list(self._hooks['mask'].values()): hook(self, k, (self.masks[k].numel()-n_true(self.masks[k]))/self.masks[k].numel())
 
-# %% ../nbs/06_sparsifier.ipynb #9f2c05f4
+# %% ../nbs/06_sparsifier.ipynb #4e199578
 @patch
-def _generator(self:Sparsifier, name:str)->torch.Generator:
+def generator(self:Sparsifier,
+    name:str, # Of a target
+    *purpose:int, # Different numbers give independent generators
+)->torch.Generator: # On the CPU
     "A random generator that depends on the seed, the update and the layer only: the same on every device and every process"
-    state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name)]).generate_state(1, np.uint64)[0]
+    state = np.random.SeedSequence([self.seed, self.updates, list(self.targets).index(name), *purpose]).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state>>np.uint64(1)))
 
-# %% ../nbs/06_sparsifier.ipynb #490f4c38
+# %% ../nbs/06_sparsifier.ipynb #902759cb
 @patch
 def scores(self:Sparsifier,
     name:str, # Of a target
@@ -244,7 +247,7 @@ def scores(self:Sparsifier,
     "What each unit of a layer is worth now, pruned or not; NaN is refused by name"
     t,g = self.targets[name],self.grans[name]
     given = {k: r[name] for k,r in self.refs.items()}
-    if 'generator' in getattr(self.criteria, 'needs', ()): given['generator'] = self._generator(name)
+    if 'generator' in getattr(self.criteria, 'needs', ()): given['generator'] = self.generator(name)
     s = score(self.criteria, t.param if self._trusted else t.param.detach().clone(), **given)
     self._trusted = True      # the first time it was given a copy, in case it writes to what it is given
     u = g.reduce(s, self.reduce)
@@ -303,7 +306,18 @@ def _share(self:Sparsifier, shares:dict[str,float])->tuple[dict,dict]:
     if isinstance(self.granularity, NM): kept = {k: max(n, self.granularity.n) for k,n in kept.items()}
     return units,kept
 
-# %% ../nbs/06_sparsifier.ipynb #ecc41f62
+# %% ../nbs/06_sparsifier.ipynb #2a7eab4c
+@patch
+def take(self:Sparsifier,
+    new:dict[str,Tensor], # `{name: bool mask}`
+)->list[str]: # The names whose masks changed, in all processes the same
+    "`set_masks`, after all processes have agreed"
+    if self.agree: new = self.agree(new)
+    if new: self.set_masks(new)
+    for k in new: self._units(k)      # counts them, so that no later step has to wait for a device
+    return list(new)
+
+# %% ../nbs/06_sparsifier.ipynb #92620cab
 @patch
 def update(self:Sparsifier,
     shares:dict[str,float], # `{name: sparsity}` of the targets to look at, fractions in [0, 1]
@@ -318,10 +332,7 @@ def update(self:Sparsifier,
         n = kept[k]
         most,least = (u.active, u.active) if u.rows==1 else u.alive.sum(-1).aminmax()[::-1]      # rows may differ in a mask taken over
         if most>n or (falls and least<n): new[k] = self._mask(k, u, n, getattr(kept, 'masks', {}).get(k))
-    if self.agree: new = self.agree(new)
-    if new: self.set_masks(new)
-    for k in new: self._units(k)      # counts them, so that no later step has to wait for a device
-    return list(new)
+    return self.take(new)
 
 # %% ../nbs/06_sparsifier.ipynb #73a27ea9
 @patch
@@ -393,7 +404,7 @@ def warn_nm(nm:NM, sparsity)->None:
     if values-{nm.sparsity, None}:
         warn_user(f"{nm.n}:{nm.m} leaves {nm.n} of every {nm.m} weights: the sparsity is {nm.sparsity:g}, not {sparsity}")
 
-# %% ../nbs/06_sparsifier.ipynb #5cf0f653
+# %% ../nbs/06_sparsifier.ipynb #4ed349ad
 @patch
 def init_masks(self:Sparsifier,
     init, # 'random', 'topk', 'from_zeros', 'checkerboard' or a function (see `as_init`)
@@ -405,13 +416,11 @@ def init_masks(self:Sparsifier,
     else:
         (units,kept),new = self._share(shares),{}
         for k,u in units.items():
-            extra = {'generator': self._generator(k)} if f.wants_generator else {}
+            extra = {'generator': self.generator(k)} if f.wants_generator else {}
             w = self.targets[k].param
             if has_nan(w): raise ValueError(f"{k}: {int(w.isnan().sum())} of its weights are NaN, which have no rank")
             new[k] = f(w, 1-kept[k]/u.n, shaper=self.grans[k], device=w.device, **extra)
-    if self.agree: new = self.agree(new)
-    self.set_masks(new)
-    return list(new)
+    return self.take(new)
 
 # %% ../nbs/06_sparsifier.ipynb #2f6bbb1c
 class Handle:

@@ -25,6 +25,8 @@ from torch.utils.data import TensorDataset
 from sparsify.algorithm import GMP, Static
 from sparsify.callback import SparsifyCallback
 from sparsify.criteria import random_scores
+from sparsify.dynamic import SNFS, SET, RigL
+from sparsify.group import Group
 from sparsify.schedule import lin
 from sparsify.sparsifier import Sparsifier
 
@@ -89,6 +91,23 @@ def static(): return seen(fit(learner(), 2, cbs=SparsifyCallback(algorithm=Stati
 
 @case
 def static_seeds(): return seen(fit(learner(), 2, cbs=SparsifyCallback(algorithm=Static(.7, init='random'), seed=RANK)))
+
+
+_moving = dict(set=SET(.7, update=3), rigl=RigL(.7, update=3), snfs=SNFS(.7, update=3), group=Group({'0.*': SET(.5, update=2), '*': RigL(.7, update=3)}))
+
+def _dynamic(how, algorithm, cbs, **kwargs):
+    "With the masks after each step"
+    def run():
+        def masks(learn): return {k: m.clone() for k,m in learn.sparsify.sparsifier.masks.items()}
+        after = watch(masks, 'after_batch')
+        return seen(fit(learner(), 3, cbs=[SparsifyCallback(algorithm=algorithm, **kwargs), after, *(cb() for cb in cbs)]), after=after.seen)
+    run.__name__ = how
+    case(run)
+
+for _how,_a in _moving.items():
+    _dynamic(_how, _a, [])
+    _dynamic(f'{_how}_accumulated', _a, [lambda: GradientAccumulation(8), lambda: GradientClip(.1)])
+_dynamic('set_seeds', _moving['set'], [], seed=RANK)
 
 
 @case

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.utils.prune as torch_prune
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
-from sparsify.context import Units, as_context, erk, global_
+from sparsify.context import Units, as_context, erk, global_, uniform_compensated
 from sparsify.criteria import check_criterion, large_final, movement, needs, score
 from sparsify.granularity import Blocks, Grouped, NM, add_granularity, as_granularity, check_granularity
 from sparsify.masks import as_init, drop, grow, kth_largest, n_kept, n_pruned, nm_mask, topk_mask, topk_masks, unpack_bits, zero_
@@ -130,12 +130,13 @@ def test_criterion_that_wants_too_much():
 def units(**shapes): return {k: Units(k, s, math.prod(s), 1, 1, math.prod(s), lambda: torch.arange(1.*math.prod(s))) for k,s in shapes.items()}
 
 @pytest.mark.parametrize('call,words', [
-    (lambda: as_context('globl'), ("'globl'", "did you mean 'global'", 'local, global, er, erk')),
-    (lambda: as_context('zzz'), ("'zzz'", 'local, global, er, erk')), (lambda: as_context(None), ('None', 'local')), (lambda: as_context(5), '5'),
+    (lambda: as_context('globl'), ("'globl'", "did you mean 'global'", 'local, global, uniform, uniform_compensated, er, erk')),
+    (lambda: as_context('zzz'), ("'zzz'", 'local, global, uniform, uniform_compensated, er, erk')), (lambda: as_context(None), ('None', 'local')), (lambda: as_context(5), '5'),
     (lambda: global_(units(a=(4,), b=(4,)), {'a': .5, 'b': .4}), (r'0\.4, 0\.5', "context='local'")),
     (lambda: global_.check(units(a=(4,), b=(4,)), {'a': .9, 'b': .9}), ('0.9', '7 of 8', 'only 6', '0.75 at most', 'min_keep=0')),
     (lambda: global_(units(a=(4,)), {'a': .5}, 1, 2), ('round_to', "context='local'")),
-    (lambda: erk(units(a=(4,2), b=(4,3)), {'a': .5, 'b': .4}), "context='local'"),
+    (lambda: erk(units(a=(4,2), b=(4,3)), {'a': .5, 'b': .5}, 1, 2), ('round_to', "context='local'")),
+    (lambda: uniform_compensated(units(a=(8,), b=(4,)), {'a': .5, 'b': .5}), ("'a'", '8 of 12', 'leaves 6', '0.2500 at most', "'erk'")),
     (lambda: erk.check(units(a=(2,2), b=(2,2)), {'a': .99, 'b': .99}), ('8 of 8', '0.75 at most'))])
 def test_context(call, words):
     with pytest.raises(ValueError) as e: call()
@@ -225,7 +226,7 @@ def test_weights_that_are_computed(wrap, words):
     (dict(granularity=Blocks(3,3)), ValueError, ('nothing is left', '3x3')),
     (dict(granularity=Grouped('in', 3), layer_type='0'), ValueError, ('0.weight', '3 does not divide dimension 1')),
     (dict(granularity='layer'), ValueError, ("'layer'", "context='global'")), (dict(granularity='layer', context='erk'), ValueError, "context='global'"),
-    (dict(context='zzz'), ValueError, ("'zzz'", 'local, global, er, erk')), (dict(context='Global'), ValueError, ("'Global'", "did you mean 'global'")),
+    (dict(context='zzz'), ValueError, ("'zzz'", 'local, global, uniform, uniform_compensated, er, erk')), (dict(context='Global'), ValueError, ("'Global'", "did you mean 'global'")),
     (dict(context=None), ValueError, 'None'), (dict(criteria='large_final'), TypeError, ("'large_final'", 'a function')),
     (dict(criteria=None), TypeError, 'None'), (dict(nm=5), TypeError, ('nm is 5', 'True')), (dict(nm='2:4'), TypeError, "'2:4'"),
     (dict(nm=True, granularity='filter'), ValueError, ('nm=True', "'filter'")), (dict(nm=True, layer_type=nn.LSTM), ValueError, 'no LSTM'),
@@ -246,7 +247,7 @@ def test_sparsifier(kwargs, error, words):
     (dict(context='global'), .9999, ValueError, ('0.9999', '864 of 864', 'min_keep=1', '0.9976 at most')),
     (dict(context='erk'), .9999, ValueError, '0.9976 at most'),
     (dict(context='global', granularity='filter'), .95, ValueError, ('0.95', '0.875 at most', 'min_keep=0')),
-    (dict(context='er'), {'0': .5, '2': .6}, ValueError, "context='local'"),
+    (dict(context='uniform_compensated'), {'0': .5, '2': .6}, ValueError, "context='local'"),
     (dict(context='global', nm=True), .5, ValueError, ('balanced groups', "context='local'")),
     (dict(context='global', granularity=Grouped('in', 2)), .5, ValueError, ('0.weight', 'balanced groups')),
     (dict(context='global', round_to=2), .5, ValueError, ('round_to', "context='local'")), (dict(round_to=0), .5, ValueError, 'round_to is 0'),

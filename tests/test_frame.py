@@ -19,7 +19,7 @@ LAYERS = {  # module: layer, in reading order
     'masks': 0, 'schedule': 0,
     'granularity': 1, 'criteria': 1, 'context': 1, 'targets': 1, 'followers': 1,
     'sparsifier': 2,
-    'algorithm': 3, 'rewind': 3,
+    'algorithm': 3, 'dynamic': 3, 'group': 3, 'flops': 3, 'rewind': 3,
     'optimizer': 4, 'checkpoint': 4, 'progress': 4, 'copies': 4, 'processes': 4, 'handover': 4, 'callback': 4,
     'lottery': 5, 'analyze': 5, 'deploy': 5, 'sensitivity': 5, 'recipe': 5, 'prune': 5, '__main__': 5}
 MODULES = [m for m in LAYERS if (PACKAGE/f'{m}.py').exists()]
