@@ -394,6 +394,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'sparsify.prune._renew': ('prune.html#_renew', 'sparsify/prune.py'),
                                 'sparsify.prune._reparametrize': ('prune.html#_reparametrize', 'sparsify/prune.py'),
                                 'sparsify.prune._same_shape': ('prune.html#_same_shape', 'sparsify/prune.py'),
+                                'sparsify.prune._sparsifier': ('prune.html#_sparsifier', 'sparsify/prune.py'),
                                 'sparsify.prune._split_state': ('prune.html#_split_state', 'sparsify/prune.py'),
                                 'sparsify.prune._stems': ('prune.html#_stems', 'sparsify/prune.py'),
                                 'sparsify.prune._take_masks': ('prune.html#_take_masks', 'sparsify/prune.py'),

@@ -134,17 +134,21 @@ def _refill(old, saved)->None:
     old.clear()
     (old.extend if isinstance(old, list) else old.update)(saved)
 
-# %% ../nbs/15_prune.ipynb #ffcfa232
+# %% ../nbs/15_prune.ipynb #9091c7db
 @contextmanager
-def _undone(*modules:nn.Module)->Iterator[None]:
+def _undone(
+    *modules:nn.Module,
+    values:Iterable[Tensor]=(), # Parameters whose values change inside; a copy of them is kept meanwhile
+)->Iterator[None]:
     "Whatever is raised inside leaves these modules, and the containers of methods on them, as they were"
     hooks = [h for m in modules for h in m._forward_pre_hooks.values() if isinstance(h, torch_prune.BasePruningMethod)]
-    saved = [(o, dict(vars(o)), _inner(o)) for o in [*modules, *hooks]]
+    saved,values = [(o, dict(vars(o)), _inner(o)) for o in [*modules, *hooks]],[(t, t.detach().clone()) for t in values]
     try: yield
     except BaseException:
         for o,attrs,inner in saved:
             _refill(vars(o), attrs)
             for k,v in inner.items(): _refill(attrs[k], v)
+        for t,v in values: t.detach().copy_(v)
         raise
 
 # %% ../nbs/15_prune.ipynb #67b07e82
@@ -155,9 +159,9 @@ def _same_shape(what:str, t, shape)->None:
     if not isinstance(t, Tensor): raise TypeError(f"{what}: a tensor of shape {tuple(shape)} is needed, not a {type(t).__name__}")
     if t.shape!=shape: raise PruneError(f"{what}: the shape is {tuple(t.shape)}, and {tuple(shape)} is needed")
 
-# %% ../nbs/15_prune.ipynb #a58daec1
+# %% ../nbs/15_prune.ipynb #74576ac2
 class BasePruningMethod(torch_prune.BasePruningMethod):
-    "Base of pruning methods: a subclass gives `compute_mask(t, default_mask)` and a `PRUNING_TYPE`: 'unstructured', 'structured' (with a `dim`) or 'global'"
+    "Base of methods: a subclass gives `compute_mask(t, default_mask)` and `PRUNING_TYPE`: 'unstructured', 'structured' (with a `dim`), 'global'"
     _tensor_name:str|None = None
     _order:tuple = ()      # the module's parameters before the first of them was pruned
 
@@ -179,7 +183,7 @@ class BasePruningMethod(torch_prune.BasePruningMethod):
     )->Tensor: # mask·parameter, +0.0 where the mask is 0
         "What the module computes with"
         mask,orig = _parts(self, module)
-        return (mask.to(orig.dtype)*orig).masked_fill(mask==0, 0)
+        return torch.addcmul(orig.new_zeros(()), mask.to(orig.dtype), orig)      # 0 + mask·parameter: adding 0 makes +0.0 of -0.0
 
     def prune(self, t, default_mask=None, importance_scores=None): return _pruned_copy(self, t, default_mask, importance_scores)
     def remove(self, module)->None: _make_permanent(self, module)
@@ -205,18 +209,18 @@ def _renew(method, module:nn.Module)->None:
         p = vars(module).get(name)
         if not isinstance(p, Pruned) or p._module() is not module or p._method is not method: setattr(module, name, _attach(module, method))
 
-# %% ../nbs/15_prune.ipynb #7129bee9
+# %% ../nbs/15_prune.ipynb #636220ad
 def _pruned_copy(method, t:Tensor, default_mask:Tensor|None, importance_scores:Tensor|None)->Tensor:
     "`prune` of a method: a pruned copy of a tensor"
     if importance_scores is not None: _same_shape("importance_scores", importance_scores, t.shape)
     mask = torch.ones_like(t) if default_mask is None else default_mask
     mask = method.compute_mask(t if importance_scores is None else importance_scores, default_mask=mask)
-    return (t*mask).masked_fill(mask==0, 0)
+    return t*mask+0
 
-BasePruningMethod.prune.__doc__ = "A pruned copy of `t`, in which `importance_scores` (None: `t`) are ranked; `default_mask` (None: ones) is pruned already"
-BasePruningMethod.remove.__doc__ = "Make the pruning permanent: the product is the parameter, `_orig` and `_mask` are gone, and keys are in their old order"
+BasePruningMethod.prune.__doc__ = "A pruned copy of `t`; `importance_scores` (None: `t`) are ranked, `default_mask` (None: ones) is pruned already"
+BasePruningMethod.remove.__doc__ = "Make it permanent: the product is the parameter, `_orig` and `_mask` are gone, keys are in their old order"
 
-# %% ../nbs/15_prune.ipynb #e00115d5
+# %% ../nbs/15_prune.ipynb #64aa9d94
 def _left(method, t:Tensor, mask:Tensor)->tuple|Tensor:
     "The part of `t` that a method is applied to"
     kind = getattr(method, 'PRUNING_TYPE', None)
@@ -225,7 +229,8 @@ def _left(method, t:Tensor, mask:Tensor)->tuple|Tensor:
     if kind!='structured':
         raise ValueError(f"PRUNING_TYPE of {type(method).__name__} is {kind!r}: 'unstructured', 'structured' or 'global' is needed")
     if not hasattr(method, 'dim'):
-        raise AttributeError(f"{type(method).__name__} is structured and has no `dim`, the dimension whose channels it prunes: set it in its constructor")
+        raise AttributeError(f"{type(method).__name__} is structured and has no `dim`: set the dimension whose channels it prunes")
+    _validate_structured_pruning(t)
     dim = _validate_pruning_dim(t, method.dim)
     alive = (mask!=0).movedim(dim, 0).flatten(1).any(1)
     return (slice(None),)*dim+(alive,)
@@ -283,13 +288,13 @@ def _last_mask(container:PruningContainer, t:Tensor, default_mask:Tensor)->Tenso
     mask[part] = new.to(mask.dtype)
     return mask
 
-# %% ../nbs/15_prune.ipynb #b8a73877
+# %% ../nbs/15_prune.ipynb #b5c28f23
 def _hook_of(module:nn.Module, name:str)->tuple:
     "Key and method of the hook that prunes a parameter; None, None if there is none"
     if not isinstance(module, nn.Module): raise TypeError(f"module is a {type(module).__name__}: an nn.Module is needed")
     found = [(k, h) for k,h in module._forward_pre_hooks.items()
              if isinstance(h, torch_prune.BasePruningMethod) and getattr(h, '_tensor_name', None)==name and f'{name}_orig' in module._parameters]
-    if len(found)>1: raise PruneError(f"{len(found)} hooks prune {name!r} of this {type(module).__name__}: one is needed, a PruningContainer of all of them")
+    if len(found)>1: raise PruneError(f"{len(found)} hooks prune {name!r} of this {type(module).__name__}: one PruningContainer of all is needed")
     return found[0] if found else (None, None)
 
 # %% ../nbs/15_prune.ipynb #ba930961
@@ -324,29 +329,30 @@ def _join(old, methods:list)->PruningContainer:
     if box is not old: box._order = box_order
     return box
 
-# %% ../nbs/15_prune.ipynb #b7f544d7
-def _new_mask(methods:list, before:list, t:Tensor, mask:Tensor)->Tensor:
-    "The mask after these methods, one after the other, `before` them those whose work `mask` is"
+# %% ../nbs/15_prune.ipynb #4f8c5850
+def _new_mask(methods:list, first:bool, t:Tensor, mask:Tensor)->Tensor:
+    "The mask after these methods, one after the other; the `first` of all ranks everything, the others what is left"
     for i,m in enumerate(methods):
-        first = not before and i==0
-        mask = (m if first else PruningContainer(m)).compute_mask(t, default_mask=mask)
+        mask = (m if first and i==0 else PruningContainer(m)).compute_mask(t, default_mask=mask)
         _same_shape(f"the mask of {type(m).__name__}", mask, t.shape)
     return mask
 
-# %% ../nbs/15_prune.ipynb #c2d390ac
+# %% ../nbs/15_prune.ipynb #746afbeb
 def _install(method, module:nn.Module, name:str, importance_scores:Tensor|None):
     "`apply` of a method that is made"
     key,old = _hook_of(module, name)
     methods = list(method) if isinstance(method, torch_prune.PruningContainer) else [method]
     if not methods: raise ValueError("there is no method to apply: this container is empty")
+    taken = [m._tensor_name for m in methods if getattr(m, '_tensor_name', None) not in (None, name)]
+    if taken: raise ValueError(f"a method of this container prunes {taken[0]!r}: make a new one for {name!r}")
     t = (_param(module, name) if old is None else old.apply_mask(module)).detach()
     if importance_scores is not None: _same_shape(f"importance_scores of {name!r}", importance_scores, t.shape)
     scores = t if importance_scores is None else importance_scores.detach()
     with _undone(module):
         method._order = _stems(module)
         for m in [method, *methods]: m._tensor_name = name
-        mask = torch.ones_like(t, memory_format=torch.contiguous_format) if old is None else getattr(module, f'{name}_mask').clone(memory_format=torch.contiguous_format)
-        mask = _new_mask(methods, [old] if old is not None else [], scores, mask)
+        mask = torch.ones_like(t) if old is None else getattr(module, f'{name}_mask').clone()
+        mask = _new_mask(methods, old is None, scores, mask.contiguous())
         hook = method if old is None else _join(old, methods)
         if old is None: _reparametrize(module, name)
         module.register_buffer(f'{name}_mask', mask)
@@ -364,7 +370,7 @@ def _reparametrize(module:nn.Module, name:str)->None:
     module.register_parameter(f'{name}_orig', module._parameters[name])
     del module._parameters[name]
 
-# %% ../nbs/15_prune.ipynb #e22ef26e
+# %% ../nbs/15_prune.ipynb #69ea7f64
 def _take_off(module:nn.Module, name:str)->tuple[Parameter,Tensor]: # The parameter, its values untouched, and the mask
     "Make `name` a parameter again, at its old place; the hook stays"
     order,(orig,mask) = _stems(module),(module._parameters.pop(f'{name}_orig'), module._buffers.pop(f'{name}_mask'))
@@ -377,8 +383,8 @@ def _take_off(module:nn.Module, name:str)->tuple[Parameter,Tensor]: # The parame
 
 def _make_permanent(method, module:nn.Module)->None:
     "`remove` of a method"
-    with _undone(module), torch.no_grad():
-        _parts(method, module)
+    _,orig = _parts(method, module)
+    with _undone(module, values=[orig]), torch.no_grad():
         product = method.apply_mask(module)
         _take_off(module, method._tensor_name)[0].copy_(product)
 
@@ -557,11 +563,11 @@ def _tensor(module:nn.Module, name:str)->Tensor:
     hook = _hook_of(module, name)[1]
     return (_param(module, name) if hook is None else hook.apply_mask(module)).detach()
 
-# %% ../nbs/15_prune.ipynb #9f98be44
+# %% ../nbs/15_prune.ipynb #5c70c152
 def _global_scores(pairs:list, importance_scores:dict|None)->list[Tensor]:
     "What is ranked for each of the parameters"
     scores = {} if importance_scores is None else importance_scores
-    if not isinstance(scores, dict): raise TypeError(f"importance_scores is a {type(scores).__name__}: a dict from (module, name) to scores is needed")
+    if not isinstance(scores, dict): raise TypeError(f"importance_scores is a {type(scores).__name__}: a dict by (module, name) is needed")
     other = [k for k in scores if k not in pairs]
     if other: warn_user(f"importance_scores has {len(other)} keys that are not among the parameters, and are not looked at: {other[0]!r}")
     found = []
@@ -612,7 +618,7 @@ def is_pruned(
     "Whether anything in it is pruned in this form, by this library or by torch"
     return torch_prune.is_pruned(module)
 
-# %% ../nbs/15_prune.ipynb #eae979b8
+# %% ../nbs/15_prune.ipynb #dfde339c
 def remove(
     module:nn.Module, # Pruned by this library or by torch
     name:str, # Of the parameter
@@ -620,7 +626,7 @@ def remove(
     "Make the pruning of a parameter permanent; it cannot be undone (see `BasePruningMethod.remove`)"
     key,hook = _hook_of(module, name)
     if hook is None: raise ValueError(f"{name!r} of this {type(module).__name__} is not pruned: there is nothing to remove")
-    with _undone(module):
+    with _undone(module, values=[module._parameters[f'{name}_orig']]):
         if type(hook).remove is torch_prune.BasePruningMethod.remove: _make_permanent(hook, module)
         else: hook.remove(module)
         del module._forward_pre_hooks[key]
@@ -696,17 +702,18 @@ def _names_here(names:Iterable[str], own:Iterable[str])->dict[str,str]:
     if twice: raise ValueError(f"{' and '.join(map(repr, twice[:2]))} are one name here, {here[twice[0]]!r}: only one of them can be meant")
     return here
 
-# %% ../nbs/15_prune.ipynb #b25a23d3
+# %% ../nbs/15_prune.ipynb #6bac138c
 def _split_state(state:dict, model:nn.Module)->tuple[dict,dict]:
     "A checkpoint with `_orig` and `_mask` as one of the plain model, and masks; refused where it does not fit"
     pruned = [k.removesuffix('_orig') for k in state if k.endswith('_orig') and f"{k.removesuffix('_orig')}_mask" in state]
-    if not pruned: raise ValueError("this state_dict has no key with _orig beside one with _mask: it is of a plain model, load it with model.load_state_dict")
+    if not pruned: raise ValueError("no key of this state_dict ends in _orig beside one in _mask: it is of a plain model, for model.load_state_dict")
     own,names = model.state_dict(keep_vars=True),{f'{k}_orig': k for k in pruned}
     flat = [(names.get(k, k), v) for k,v in state.items() if not (k.endswith('_mask') and k.removesuffix('_mask') in pruned)]
     here = _names_here([k for k,_ in flat], map(clean_name, own))
     real = {clean_name(k): k for k in own}
     odd = sorted(set(here.values())^set(real))
-    if odd or len(here)<len(flat): raise ValueError(f"the state_dict does not fit this {type(model).__name__}: {', '.join(odd[:6]) or 'a key'} on one side only")
+    if odd: raise ValueError(f"the state_dict does not fit this {type(model).__name__}: {', '.join(odd[:6])} on one side only")
+    if len(here)<len(flat): raise ValueError("the state_dict has a parameter pruned and plain: only one of them can be meant")
     plain = {real[here[k]]: v for k,v in flat}
     bad = [k for k,v in plain.items() if isinstance(v, Tensor) and v.shape!=own[k].shape]
     if bad: raise ValueError(f"{bad[0]!r} has shape {tuple(plain[bad[0]].shape)} in the state_dict, and {tuple(own[bad[0]].shape)} in the model")
@@ -716,7 +723,7 @@ def _split_state(state:dict, model:nn.Module)->tuple[dict,dict]:
         masks[here[k]] = _as_bool(k, state[f'{k}_mask'])
     return plain,masks
 
-# %% ../nbs/15_prune.ipynb #ff26b8a5
+# %% ../nbs/15_prune.ipynb #8139a8b5
 def from_prune(
     model:nn.Module, # Pruned by torch or by this module; or plain, with a `state_dict`. Changed in place, or not at all if anything is raised
     state_dict:dict|None=None, # Of a pruned model, to be loaded into a plain one
@@ -732,8 +739,9 @@ def from_prune(
     if state_dict is not None:
         if pruned: raise ValueError("this model is pruned already: model.load_state_dict reads the state_dict, then call from_prune(model)")
         return _from_state(model, state_dict, more, keep_dense, kwargs)
-    if not pruned: raise ValueError(f"nothing in this {type(model).__name__} is pruned in the form of torch.nn.utils.prune: prune it, or give a state_dict")
-    with _undone(*{id(m): m for m,_ in pruned.values()}.values()):
+    if not pruned: raise ValueError(f"nothing in this {type(model).__name__} is pruned in torch's form: prune it, or give a state_dict")
+    weights = [m._parameters[f'{a}_orig'] for m,a in pruned.values()]
+    with _undone(*{id(m): m for m,_ in pruned.values()}.values(), values=() if keep_dense else weights):
         masks = {k: _as_bool(k, getattr(m, f'{a}_mask')) for k,(m,a) in pruned.items()}
         for m,a in pruned.values():
             key = _hook_of(m, a)[0]
@@ -755,12 +763,14 @@ def _from_state(model:nn.Module, state:dict, more:list, keep_dense:bool, kwargs:
     _take_masks(sp, masks, keep_dense)
     return sp
 
-# %% ../nbs/15_prune.ipynb #d3aaa468
+# %% ../nbs/15_prune.ipynb #9e2f5db1
 @patch
 def to_prune(self:Sparsifier,
     followers:bool=False, # Biases and BatchNorms that are pruned with whole outputs as well; they are zero either way
 )->nn.Module: # The unwrapped model
     "Put the masks into the model in the form of `torch.nn.utils.prune`; `from_prune` and `remove`, torch's too, take them out again"
+    if not self.fits(self.model):
+        raise ValueError("the model has other parameters than this sparsifier was made for: it is in torch's form already, or parts were replaced")
     places = {}
     for k,t,m in self.all_masks():
         if not followers and k not in self.targets: continue
@@ -771,14 +781,14 @@ def to_prune(self:Sparsifier,
         for o,a,m in places.values(): custom_from_mask(o, a, m)
     return self.model
 
-# %% ../nbs/15_prune.ipynb #074824a3
+# %% ../nbs/15_prune.ipynb #d8d91387
 def _masks_of(masks)->dict[str,Tensor]:
     "The masks of a sparsifier, of a pruned model, or of a dict"
     if isinstance(masks, nn.Module):
         masks = {k: _as_bool(k, getattr(m, f'{a}_mask')) for k,(m,a) in _pruned_in(unwrap(masks)).items()}
         if not masks: raise ValueError("nothing in this model is pruned in the form of torch.nn.utils.prune: pass its Sparsifier, or a dict of masks")
     masks = masks.masks if isinstance(masks, Sparsifier) else masks
-    if not hasattr(masks, 'items'): raise TypeError(f"masks is a {type(masks).__name__}: a Sparsifier, a pruned model or a dict from names to masks is needed")
+    if not hasattr(masks, 'items'): raise TypeError(f"masks is a {type(masks).__name__}: a Sparsifier, a pruned model or a dict is needed")
     bad = [k for k,m in masks.items() if not isinstance(k, str) or not isinstance(m, Tensor) or m.dtype!=torch.bool]
     if bad: raise TypeError(f"the mask of {bad[0]!r} is no bool tensor")
     clean = {clean_name(k): m for k,m in masks.items()}
@@ -814,10 +824,10 @@ def _read_masks(file)->dict[str,Tensor]:
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{file} is damaged, or no file of save_masks: {e}") from None
 
-# %% ../nbs/15_prune.ipynb #d7d5be47
+# %% ../nbs/15_prune.ipynb #ec0e2aa1
 def load_masks(
     file:str|os.PathLike, # From `save_masks`
-    to:Sparsifier|nn.Module|None=None, # A sparsifier takes the masks over, which have to be for its targets, no more and no less; a model only gives the names
+    to:Sparsifier|nn.Module|None=None, # A sparsifier takes the masks over, if they are for all its targets and no others; a model only gives names
 )->dict[str,Tensor]: # `{name: bool mask}`, by the names in `to` (wrapped or not), on the devices of its parameters
     "Read masks; what does not fit `to` is refused by name before anything changes"
     masks = _read_masks(file)

@@ -2,6 +2,7 @@
 import copy
 import io
 import pickle
+import sys
 import warnings
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import tensor
 
 import sparsify.prune as P
-from helpers import data, learner, net, quiet, same, snapshot
+from helpers import datasets, learner, net, quiet, same, snapshot
 from sparsify.algorithm import Static
 from sparsify.callback import SparsifyCallback
 from sparsify.criteria import movement
@@ -37,7 +38,7 @@ def state(m):
     return ([(n, id(o), list(o._parameters.items()), list(o._buffers.items()), list(o._forward_pre_hooks.items()), set(o._non_persistent_buffers_set),
               {k: v for k, v in vars(o).items() if not isinstance(v, (dict, list, set))}, [id(p) for p in vars(o).get('_flat_weights', ())],
               [list(h) for h in o._forward_pre_hooks.values() if isinstance(h, TP.PruningContainer)]) for n, o in m.named_modules()],
-            {k: v.clone() for k, v in m.state_dict().items()})
+            {k: v.nan_to_num(99) for k, v in m.state_dict().items()})
 
 
 def unchanged(before, m):
@@ -215,8 +216,7 @@ def test_T18_global_again():
     a, b = two()
     for n in (4, 3): P.global_unstructured(pairs(a, b), P.L1Unstructured, amount=n)
     assert sum(int((m.weight_mask == 0).sum()) for m in (a, b)) == 7
-    assert a.weight.tolist() == [[0, 0, 3, 4], [-4, -3, 0, 0]] and b.weight.tolist() == [[0, 0, 0]] or b.weight.tolist() == [[0, 0, -2]]
-    assert (a.weight_mask == 0).sum() == 4 and (b.weight_mask == 0).sum() == 3 or (a.weight_mask == 0).sum() == 5
+    assert a.weight.tolist() == [[0, 0, 3, 4], [-4, -3, 0, 0]] and b.weight.tolist() == [[0, 0, 0]]    # the three of magnitude 2
 
 
 def test_T19_global_not_iterable():
@@ -629,6 +629,9 @@ def test_T69_container_from():
     h = P.PruningContainer.apply(m, 'weight', [P.L1Unstructured(2), P.L1Unstructured(2)])
     assert type(h) is P.PruningContainer and len(h) == 2 and m.weight.tolist() == [[0, 0, 3, 4], [-4, -3, 0, 0]]
     with pytest.raises(ValueError, match='empty'): P.PruningContainer.apply(linear(), 'weight')
+    other = P.L1Unstructured.apply(nn.Linear(2, 2), 'bias', 1)
+    with pytest.raises(ValueError, match='bias'): P.PruningContainer.apply(linear(), 'weight', other)
+    assert other._tensor_name == 'bias'
 
 
 def test_T70_add_type():
@@ -754,6 +757,9 @@ def test_same_as_torch(data, m, seed):
         calls[-1] = (name, param, args)
     a, b = copy.deepcopy(m), copy.deepcopy(m)
     ours, theirs = run(P, a, calls, seed), run(TP, b, calls, seed)
+    if any('Structured' in name and param == 'bias' for name, param, _ in calls):
+        assert ours is not None                               # torch lets it pass in a second round, where it prunes everything or nothing
+        return
     assert (ours is None) == (theirs is None), (calls, ours, theirs)
     if ours is not None: return
     assert list(a.state_dict()) == list(b.state_dict())
@@ -794,25 +800,25 @@ def test_prune_same_as_torch(data, shape, seed):
 
 def test_mixed_libraries():
     "torch's rounds on top of ours, and ours on top of torch's, are what either does alone"
-    want = linear()
+    values = [[1, 2.5, 3, 4], [-4.5, -3.5, -2, -1.5]]
+    want = linear(values)
     for n in 1, 2, 2: TP.l1_unstructured(want, 'weight', n)
     for libs in (P, TP, P), (TP, P, TP), (P, P, TP), (TP, TP, P):
-        m = linear()
+        m = linear(values)
         for lib, n in zip(libs, (1, 2, 2)): lib.l1_unstructured(m, 'weight', n)
         assert torch.equal(m.weight, want.weight) and len(m._forward_pre_hooks) == 1
-        copy.deepcopy(m) if libs[-1] is P else None
         libs[0].remove(m, 'weight')
         assert m.weight.tolist() == want.weight.tolist() and not TP.is_pruned(m) and len(m._forward_pre_hooks) == 0
 
 
 # ---- what torch breaks
 
-def test_zero_is_positive_and_nan_safe():
-    m = linear([[-1, float('nan'), 2]])
+def test_zero_is_positive():
+    m = linear([[-1, -3, 2]])
     P.custom_from_mask(m, 'weight', tensor([[0, 0, 1]]))
     assert m.weight.tolist() == [[0, 0, 2]] and not m.weight.signbit().any()
     m(torch.ones(1, 3)).sum().backward()
-    assert m.weight_orig.grad.tolist() == [[0, 0, 1]]
+    assert m.weight_orig.grad.tolist() == [[0, 0, 1]] and not P.CustomFromMask(m.weight_mask).prune(m.weight_orig).signbit().any()
     P.remove(m, 'weight')
     assert m.weight.tolist() == [[0, 0, 2]] and not m.weight.signbit().any()
 
@@ -884,6 +890,7 @@ def test_other_places():
     from fastai.torch_core import TensorImage
     m, x = P.l1_unstructured(linear(), 'weight', 2), torch.eye(4)
     y = m(x)
+    assert torch.equal(copy.deepcopy(m).half()(x.half()).float(), y) and torch.equal(copy.deepcopy(m).to(torch.complex64)(x+0j).real, y)
     m.double()
     assert m.weight.dtype == torch.float64 and torch.equal(m(x.double()).float(), y)
     m.float()
@@ -922,6 +929,7 @@ class Stop(BaseException): "Not an `Exception`, as Ctrl-C is not"
 
 def fresh(kind):
     "A module in one of the states in which `apply` may meet it"
+    torch.manual_seed(0)
     m = nn.LSTM(3, 2) if kind == 'rnn' else nn.Linear(3, 2)
     name = 'weight_ih_l0' if kind == 'rnn' else 'weight'
     m.register_forward_pre_hook(lambda *a: None)
@@ -949,9 +957,10 @@ class Tracer:
 
 
 def at_each_line(make, call, check):
-    "Run `call(make())` with a fault at each line in turn, and `check` what is left; the number of lines"
-    import sys
-    n = 0
+    "Run `call(make())` with a fault at each line in turn, and `check` what is left, unless all was done by then; the number of lines"
+    n, done = 0, make()
+    call(*done)
+    done = done[0].state_dict()
     while True:
         n += 1
         m, *rest = make()
@@ -959,9 +968,11 @@ def at_each_line(make, call, check):
         sys.settrace(tracer)
         try: call(m, *rest)
         except Stop: pass
-        finally: sys.settrace(old)
+        finally:
+            sys.settrace(old)
+            torch.set_grad_enabled(True)                      # a fault just before the end of `no_grad` leaves it on
         if not tracer.fired: return n-1
-        check(before, m)
+        if not same(m.state_dict(), done): check(before, m)
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -973,11 +984,10 @@ def test_fault_at_each_line_of_apply(kind):
     assert n > 30
 
 
-@pytest.mark.parametrize('step', ['register_parameter', 'register_buffer', '__setattr__', 'register_forward_pre_hook'])
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind,step', [(k, s) for k in KINDS for s in ('register_parameter', 'register_buffer', '__setattr__', 'register_forward_pre_hook')
+                                       if k in ('plain', 'other', 'rnn') or s in ('register_buffer', '__setattr__')])    # the others are of the first round
 def test_fault_in_each_call(kind, step, monkeypatch):
     "The module's own methods fail, before or after they have done their work"
-    if step in ('register_parameter', 'register_forward_pre_hook') and kind in ('once', 'twice', 'torch', 'torch twice'): pytest.skip('not called in a later round')
     for late in False, True:
         m, name = fresh(kind)
         before, old = state(m), getattr(nn.Module, step)
@@ -990,14 +1000,13 @@ def test_fault_in_each_call(kind, step, monkeypatch):
         unchanged(before, m)
 
 
-@pytest.mark.parametrize('where', ['__init__', 'compute_mask', 'apply_mask'])
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind,where', [(k, w) for k in KINDS for w in ('__init__', 'compute_mask', 'apply_mask')
+                                        if k in ('plain', 'other', 'rnn') or w != 'apply_mask'])     # later it is the container's
 def test_fault_in_a_method(kind, where):
     def fail(*args, **kwargs): raise Stop(where)
     bad = type('Bad', (P.L1Unstructured,), {where: fail})
     m, name = fresh(kind)
     before = state(m)
-    if where == 'apply_mask' and kind not in ('plain', 'other', 'rnn'): return     # the container's own is used
     with pytest.raises(Stop): bad.apply(m, name, amount=1)
     unchanged(before, m)
 
@@ -1013,10 +1022,8 @@ def test_fault_in_what_compute_mask_returns(out):
 
 
 def test_fault_at_each_line_of_remove():
-    def check(before, m): unchanged(before, m)
     for kind in 'once', 'twice', 'torch':
-        n = at_each_line(lambda: fresh(kind), lambda m, name: P.remove(m, name), check)
-        assert n > 15
+        assert at_each_line(lambda: fresh(kind), P.remove, unchanged) > 15
 
 
 def test_fault_at_each_line_of_global():
@@ -1099,22 +1106,22 @@ def test_round_trip(lib, algorithm):
     sp.to_prune()
     assert torch.equal(m.eval()(x), y)
     for k, v in masks.items(): assert torch.equal(m.get_buffer(f'{k}_mask') != 0, v)
-    learn.save('pruned') if False else None
     again = P.from_prune(m)
     assert all(torch.equal(again.masks[k], masks[k]) for k in masks) and torch.equal(m(x), y)
     again.to_prune()
-    for k in NAMES: TP.remove(*(lambda a, b: (m.get_submodule(a), b))(*k.split('.')))
+    for k in NAMES: TP.remove(m[int(k[0])], k[2:])
     assert torch.equal(m(x), y) and same(plain, m.state_dict())
 
 
 def test_learner_between(tmp_path):
     "A learner whose model is in torch's form can be saved, exported and looked at; training asks for the plain form"
-    learn = learner(path=tmp_path)
+    learn = learner(dls=datasets(), path=tmp_path)
     learn.fit(1, cbs=SparsifyCallback(.5))
     sp = learn.sparsify.sparsifier
     sp.to_prune()
     assert not sp.fits(learn.model)
-    learn.save('pruned'); learn.export(tmp_path/'x.pkl'); learn.validate()
+    with pytest.raises(ValueError, match='already'): sp.to_prune()
+    learn.save('pruned', with_opt=False); learn.export(tmp_path/'x.pkl'); learn.validate()
     file = torch.load(tmp_path/'models'/'pruned.pth', weights_only=True)
     state_dict = file['model'] if 'model' in file else file
     plain = net().eval()
@@ -1147,13 +1154,14 @@ def test_from_state_dict_refused():
     refused('plain model', net().state_dict())
     refused('one side', {k: v for k, v in file.items() if k != '7.bias'})
     refused('one side', {**file, 'more': torch.ones(1)})
+    refused('pruned and plain', {**file, '7.weight': torch.ones(4, 16)})
     refused('shape', {**file, '7.bias': torch.ones(5)})
     refused('shape', {**file, '7.weight_mask': torch.ones(5)})
     refused('0 and 1', {**file, '7.weight_mask': file['7.weight_mask']*.5})
     refused('one name here', {**file, 'module.7.bias': torch.ones(4)})
     refused('pruned already', model=pruned_net())
     refused('granularity', granularity='nonsense')
-    refused('parts of units', granularity='kernel', state_dict={k: v for k, v in pruned_conv().state_dict().items()}, model=nn.Sequential(nn.Conv2d(2, 2, 2)))
+    refused('parts of units', pruned_conv().state_dict(), nn.Sequential(nn.Conv2d(2, 2, 2)), granularity='kernel')
 
 
 def pruned_conv():
@@ -1180,9 +1188,9 @@ def test_from_prune_refused():
         refused('single entry', m)
     m = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     m[1].weight = m[0].weight
-    P.l1_unstructured(m[0], 'weight', 2)
+    P.custom_from_mask(m[0], 'weight', torch.eye(3))
     refused('one parameter', m)                               # the other place of the tied weight is not pruned
-    P.custom_from_mask(m[1], 'weight', m[0].weight_mask.flip(0))
+    P.custom_from_mask(m[1], 'weight', torch.eye(3).flip(0))
     refused('one parameter', m)
     with pytest.raises(TypeError): P.from_prune('m')
 
@@ -1228,15 +1236,12 @@ def test_filters():
 
 
 def test_fault_at_each_line_across():
-    def make():
-        m = pruned_net(P)
-        return m,
-    n = at_each_line(make, P.from_prune, lambda before, m: unchanged(before, m) if P.is_pruned(m) else None)
-    assert n > 60
+    assert at_each_line(lambda: (pruned_net(P),), P.from_prune, unchanged) > 60
     def plain():
+        torch.manual_seed(0)
         m = net()
         return m, Sparsifier(m, layer_type=[nn.Conv2d, nn.Linear]).sparsify_model(.5)
-    assert at_each_line(plain, lambda m, sp: sp.to_prune(), unchanged if False else lambda before, m: None) > 60
+    assert at_each_line(plain, lambda m, sp: sp.to_prune(), unchanged) > 60
 
 
 # ---- masks as files
@@ -1303,8 +1308,8 @@ def test_masks_file_refused(tmp_path):
     wide = nn.Sequential(*net())
     wide[7] = nn.Linear(16, 5)
     refused('shape', Sparsifier(wide, layer_type=[nn.Conv2d, nn.Linear]))
-    with pytest.warns(UserWarning): rough = Sparsifier(nn.Sequential(*list(net())[:4]), granularity='filter')
-    refused('parts of units|one side', rough)
+    parts = P.save_masks({k: m for k, m in sp.masks.items() if k != '7.weight'}, tmp_path/'parts')
+    refused('parts of units', Sparsifier(net(), granularity='kernel'), parts)
     whole = file.read_bytes()
     for bad in (whole[:-1], whole[:20], b'', b'\0'*64, whole.replace(b'sparsify masks 1', b'sparsify masks 9')):
         (tmp_path/'bad').write_bytes(bad)
