@@ -71,7 +71,7 @@ class Target:
     also:tuple = () # Other names of the same parameter (tied weights)
     named:bool = False # Chosen by its own name, not by type or pattern: then it is refused rather than skipped
     @property
-    def param(self)->Parameter: return self.module._parameters[self.attr]
+    def param(self)->Parameter|None: return self.module._parameters.get(self.attr)
     @property
     def layer(self)->str: return self.name.rpartition('.')[0]
 
