@@ -9,6 +9,7 @@ from .sparsifier import *
 from .algorithm import *
 from .dynamic import *
 from .group import *
+from .flops import *
 from .copies import *
 from .callback import *
 from .prune import from_prune, load_masks, save_masks
