@@ -55,14 +55,14 @@ def _check_lottery(lth, rewind_epoch, reset_end, save_tickets)->None:
         default = 0 if k=='rewind_epoch' else False
         if v!=default: raise ValueError(f"{k}={v!r}: lottery tickets are not part of this version; leave {k} at {default!r}")
 
-# %% ../nbs/09_callback.ipynb #0f34f0e4
+# %% ../nbs/09_callback.ipynb #1b62f5f1
 class SparsifyCallback(KeepsMasks, Callback):
     "Train a sparse network: prune while training, hold what is pruned at zero, and end exactly at the target"
     order,run_valid = (MixedPrecision.order+GradientClip.order)/2,False
     def __init__(self,
         sparsity:float|dict|None=None, # Final target: a fraction in [0, 1], or a dict from names of layers to fractions (see `spread`)
         granularity='weight', # What lives or dies together: a name, a tuple of dimensions, `Blocks`, `Grouped`, `NM`
-        context=None, # How the target is shared: 'local', 'global', 'er', 'erk' or a function; None is the algorithm's (see below)
+        context=None, # How the target is shared: 'local', 'global', 'uniform', 'uniform_compensated', 'er', 'erk' or a function; None is the algorithm's (see below)
         criteria:Callable=large_final, # What a weight is worth: a function from a weight to scores
         schedule=None, # A `Schedule`, a fastai curve or a function of progress; None is the algorithm's (`GMP`: cubic, over the first 75 %)
         lth:bool=False, # Lottery ticket: not in this version
@@ -74,8 +74,8 @@ class SparsifyCallback(KeepsMasks, Callback):
         nm:bool=False, # 2:4: of every four consecutive inputs two stay
         layer_type=nn.Conv2d, # Which layers: a type, a name, a pattern, a function, or a list of these
         *,
-        algorithm:Algorithm|None=None, # How masks evolve; `GMP()` if None
-        update=None, # When updates are due, in optimizer steps: an int, `Every`, `At`, a function; None fits the length of the run
+        algorithm:Algorithm|None=None, # How masks evolve: `GMP()` if None, `Static`, `SET`, `RigL`, `SNFS`, or a `Group`, whose filters choose the layers
+        update=None, # When updates are due, in optimizer steps: an int, `Every`, `At`, 'epoch', a function; None fits the length of the run
         exclude=None, # What is left out, chosen as by `layer_type`
         min_keep:int=1, # Units that stay in each layer while sparsity is below 1
         reduce='mean', # A unit's score from those of its weights: 'mean', 'sum', 'max' or a function

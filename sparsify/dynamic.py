@@ -59,19 +59,22 @@ class DropGrow(Algorithm):
     def grow_scores(self, sp:Sparsifier, name:str, u:Units)->Tensor|None: "What each unit of a layer would be worth if it were grown; None leaves the layer alone"
     def check(self, sp, steps): _check_run(self, sp, steps)
 
-# %% ../nbs/07a_dynamic.ipynb #3767ab85
+# %% ../nbs/07a_dynamic.ipynb #7b43b65a
 def _check_fields(a:DropGrow)->None:
     "Read and check what was given"
     s,f = a.sparsity,a.drop_fraction
     if isinstance(s, StepSchedule) or isinstance(s, (list, tuple)) or callable(s) or (isinstance(s, dict) and 'type' in s): object.__setattr__(a, 'sparsity', as_step_schedule(s))
     elif s is not None and not isinstance(s, dict): object.__setattr__(a, 'sparsity', as_fraction(s))
-    if isinstance(a.sparsity, float) and a.sparsity==1: raise ValueError("sparsity is 1: nothing would be left to exchange. A fraction below 1 is needed")
-    if isinstance(a.sparsity, StepSchedule) and a.schedule is not None: raise ValueError(f"sparsity={s!r} is a function of the step already: leave out the schedule")
+    if isinstance(a.sparsity, float) and a.sparsity==1:
+        raise ValueError("sparsity is 1: nothing would be left to exchange. A fraction below 1 is needed")
+    if isinstance(a.sparsity, StepSchedule) and a.schedule is not None:
+        raise ValueError(f"sparsity={s!r} is a function of the step already: leave out the schedule")
     if a.schedule is not None: object.__setattr__(a, 'schedule', as_schedule(a.schedule))
     if isinstance(f, bool) or not (isinstance(f, (int, float)) or callable(f) or isinstance(f, (list, tuple, dict))) or (isinstance(f, (int, float)) and not 0<=f<=1):
         raise ValueError(f"drop_fraction is {f!r}: a share of the active weights in [0, 1], a list of them, a dict with a type, or a function of the step is needed")
     if not isinstance(f, (int, float)): object.__setattr__(a, 'drop_fraction', as_step_schedule(f))
-    if not callable(a.anneal) and a.anneal not in _curves: raise ValueError(f"anneal is {a.anneal!r}: one of {', '.join(_curves)} or a function of progress is needed")
+    if not callable(a.anneal) and a.anneal not in _curves:
+        raise ValueError(f"anneal is {a.anneal!r}: one of {', '.join(_curves)} or a function of progress is needed")
     if a.update is not None: as_update(a.update)
     as_init(a.init)
 
@@ -151,7 +154,7 @@ def _grown(self:DropGrow, sp:Sparsifier, u:Units, left:Tensor, n_keep:int)->Tens
     if self.exclude_dropped: scores = scores.masked_fill(u.alive & ~left, -torch.inf)
     return sp.grans[u.name].expand(grow(scores, left, n_keep, -1 if u.rows>1 else None))
 
-# %% ../nbs/07a_dynamic.ipynb #ebedd708
+# %% ../nbs/07a_dynamic.ipynb #1d26dc34
 @dataclass(frozen=True)
 class SET(DropGrow):
     "Drop the weakest, grow at random ([Mocanu et al. 2018](https://arxiv.org/abs/1707.04780)), after the optimizer step"
@@ -159,7 +162,8 @@ class SET(DropGrow):
     places = ('before_batch', 'after_step')
     def __post_init__(self):
         super().__post_init__()
-        if self.split_signs and self.granularity not in (None, 'weight'): raise ValueError(f"split_signs with granularity={self.granularity!r}: only single weights have a sign")
+        if self.split_signs and self.granularity not in (None, 'weight'):
+            raise ValueError(f"split_signs with granularity={self.granularity!r}: only single weights have a sign")
     def grow_scores(self, sp, name, u):
         shape = u.alive.shape
         return torch.rand(shape, generator=sp.generator(name, 1)).to(u.alive.device)
@@ -207,11 +211,13 @@ class RigL(DropGrow):
         g = sp.targets[name].param.grad if g is None else g
         return None if g is None else _unit_scores(sp, name, u, _dense(g))
 
-# %% ../nbs/07a_dynamic.ipynb #e94df586
+# %% ../nbs/07a_dynamic.ipynb #a71487ad
 def _balance(a)->None:
     "Read the options that balance the weights over groups of channels"
     sides = {side: n for side,n in (('in', a.balance_in_groups), ('out', a.balance_out_groups)) if n is not None}
-    if len(sides)>1: raise ValueError(f"balance_in_groups={a.balance_in_groups} and balance_out_groups={a.balance_out_groups}: one of them")
+    if len(sides)>1:
+        raise ValueError(f"balance_in_groups={a.balance_in_groups} and"
+                         f" balance_out_groups={a.balance_out_groups}: one of them")
     for side,n in sides.items():
         if a.granularity not in (None, 'weight', Grouped(side, n)):
             raise ValueError(f"balance_{side}_groups={n} and granularity={a.granularity!r} contradict each other: balancing is over single weights")
@@ -294,24 +300,33 @@ def _redistributed(a:SNFS, sp:Sparsifier, units:dict[str,Units], gone:dict[str,T
         want -= sum(add.values())
     return {k: left.get(k, u.active)+extra.get(k, 0) for k,u in units.items()}
 
-# %% ../nbs/07a_dynamic.ipynb #3fbdf38b
+# %% ../nbs/07a_dynamic.ipynb #6cd52b46
 def _check_run(a:DropGrow, sp:Sparsifier, steps:int)->None:
     "Refuse what would go wrong, and say what will not happen, before anything changes"
     kind = type(a).__name__
-    if sp.followers: raise ValueError(f"{kind} with {sp.granularity!r}: a filter that is dropped with its bias and BatchNorm has no gradient and never comes back. Choose a finer granularity")
-    if getattr(a, 'redistribute', False) and any(g.rows>1 or g.size>1 for g in sp.grans.values()): raise ValueError("redistribute moves single weights between layers: granularity='weight' is needed")
+    if sp.followers:
+        raise ValueError(f"{kind} with {sp.granularity!r}: a filter that is dropped with its bias and BatchNorm"
+                         f" has no gradient and never comes back. Choose a finer granularity")
+    if getattr(a, 'redistribute', False) and any(g.rows>1 or g.size>1 for g in sp.grans.values()):
+        raise ValueError("redistribute moves single weights between layers: granularity='weight' is needed")
     _check_update(a.update, steps)
     start,end = _window(a, steps)
-    if isinstance(a.update, (int, type(None))) and end<=start: raise ValueError(f"updates begin at step {start} and end at step {end}: no step would be due")
+    if isinstance(a.update, (int, type(None))) and end<=start:
+        raise ValueError(f"updates begin at step {start} and end at step {end}: no step would be due")
     sp.check(shares_now(a, sp, Clock(steps-1, steps, steps-1, steps), a.schedule))
     clock = Clock(0, steps, 0, steps)
     first = next((t for t in range(1, steps) if _is_due(a, clock._replace(step=t))), None) if not isinstance(as_update(a.update), Epochs) else 1
-    if first is None: warn_user(f"{kind} has no update in a fit of {steps} steps: the first masks stay. Train for longer, or give update=")
-    elif a.update is None and steps<2000: warn_user(f"{kind} updates every {_every(a, steps)} of {steps} steps (every 100 in the papers, for longer runs): give update= for another interval")
+    if first is None:
+        warn_user(f"{kind} has no update in a fit of {steps} steps: the first masks stay. Train for longer, or give update=")
+    elif a.update is None and steps<2000:
+        warn_user(f"{kind} updates every {_every(a, steps)} of {steps} steps (every 100 in the papers, for"
+                  f" longer runs): give update= for another interval")
     if first is not None: _warn_stuck(a, sp, a.fraction(sp, clock._replace(step=first)))
 
 def _warn_stuck(a:DropGrow, sp:Sparsifier, f:float)->None:
     "Name the layers that are too small for anything to move"
     units,kept = sp._share(shares_now(a, sp, Clock(1, 2, 1, 2), a.schedule))
     stuck = [k for k,u in units.items() if 0<kept[k]<u.n and math.floor(round(f*kept[k], 6))==0]
-    if stuck and f>0: warn_user(f"nothing ever moves in {', '.join(stuck[:6])}{', ...' if len(stuck)>6 else ''}: {f:.3g} of the active weights there is less than one")
+    if stuck and f>0:
+        warn_user(f"nothing ever moves in {', '.join(stuck[:6])}{', ...' if len(stuck)>6 else ''}: {f:.3g} of"
+                  f" the active weights there is less than one")

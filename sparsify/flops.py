@@ -26,14 +26,15 @@ def _places(m:nn.Module, x:Tensor, out:Tensor)->int:
     if isinstance(m, _ConvNd): return out.numel()//m.out_channels
     return x.numel()//m.in_features
 
-# %% ../nbs/07c_flops.ipynb #be231edc
+# %% ../nbs/07c_flops.ipynb #0b16bdc3
 def forward_flops(
     model:nn.Module, # Is run once, in evaluation mode and without gradients, and left as it was
     example, # A batch, or a tuple of the model's arguments; the first dimension of the first tensor is the batch
 )->dict[str,int]: # `{parameter's name: FLOPs for one sample}`, two for each multiplication with a weight, dense; a layer that is used twice counts twice
     "Floating-point operations of the weights of all Linear layers and convolutions in one forward pass"
     args = tuple(example) if isinstance(example, (tuple, list)) else (example,)
-    if not args or not isinstance(args[0], Tensor) or not args[0].ndim: raise TypeError(f"the example is {example!r}: a batch (a tensor), or a tuple of the model's arguments, is needed")
+    if not args or not isinstance(args[0], Tensor) or not args[0].ndim:
+        raise TypeError(f"the example is {example!r}: a batch (a tensor), or a tuple of the model's arguments, is needed")
     model = unwrap(model)
     names = {id(t.param): n for n,t in _all_params(model).items()}
     found = dict.fromkeys((n for n,t in _all_params(model).items() if isinstance(t.module, (nn.Linear, _ConvNd)) and t.attr=='weight'), 0)
@@ -49,7 +50,7 @@ def forward_flops(
         for m,mode in modes: m.training = mode
     return {n: f//len(args[0]) for n,f in found.items()}
 
-# %% ../nbs/07c_flops.ipynb #1c314295
+# %% ../nbs/07c_flops.ipynb #2d488954
 def inference_flops(
     model:nn.Module, # As in `forward_flops`
     example, # As in `forward_flops`
@@ -59,7 +60,8 @@ def inference_flops(
     full = forward_flops(model, example)
     kept = _density(unwrap(model), sparse)
     odd = [k for k in kept if k not in _all_params(unwrap(model))]
-    if odd: raise ValueError(f"{odd[0]!r} is no parameter of this {type(unwrap(model)).__name__}: {', '.join(list(full)[:8])}")
+    if odd:
+        raise ValueError(f"{odd[0]!r} is no parameter of this {type(unwrap(model)).__name__}: {', '.join(list(full)[:8])}")
     return sum(f*kept.get(k, 1.) for k,f in full.items())
 
 def _density(model:nn.Module, sparse)->dict[str,float]:
@@ -106,7 +108,7 @@ def _cost(a:Algorithm, sp:Sparsifier, full:dict, steps:int, epochs:int, paper:bo
         return now,(3*now*every+2*now+dense)/(every+1)
     return now,total/steps
 
-# %% ../nbs/07c_flops.ipynb #dc35f63b
+# %% ../nbs/07c_flops.ipynb #1a1ad225
 def training_flops(
     algorithm:Algorithm, # With its sparsity; without a context its own
     model:nn.Module, # As in `forward_flops`; where the context ranks weights, these are the ones that are ranked
@@ -118,10 +120,13 @@ def training_flops(
     **kwargs, # Further arguments of `Sparsifier`: `exclude`, `within`, `min_keep`
 )->TrainingFlops:
     "What training with an algorithm costs, if zeros cost nothing ([Evci et al. 2020](https://arxiv.org/abs/1911.11134), appendix H)"
-    if not isinstance(algorithm, Algorithm): raise TypeError(f"algorithm is {algorithm!r}: an Algorithm such as RigL(.9) is needed")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps<1: raise ValueError(f"steps is {steps!r}: a whole number, 1 or more, is needed")
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"algorithm is {algorithm!r}: an Algorithm such as RigL(.9) is needed")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps<1:
+        raise ValueError(f"steps is {steps!r}: a whole number, 1 or more, is needed")
     full = forward_flops(model, example)
-    if not any(full.values()): raise ValueError("no Linear layer or convolution was used in the forward pass: there is nothing to count")
+    if not any(full.values()):
+        raise ValueError("no Linear layer or convolution was used in the forward pass: there is nothing to count")
     sp = algorithm.bind(model, layer_type=nn.Conv2d if isinstance(algorithm, Group) else layer_type, **kwargs)
     pairs = algorithm.of(sp) if isinstance(algorithm, Group) else [(algorithm, sp)]
     costs = [_cost(a, s, full, steps, epochs, paper) for a,s in pairs]

@@ -24,7 +24,7 @@ def _check_filter(which):
         raise TypeError(f"a filter is {which!r}: a pattern such as 'head.*', a list of patterns, or a function (name, parameter) → bool is needed")
     return lambda name, param: any(fnmatch.fnmatchcase(name, g) for g in globs)
 
-# %% ../nbs/07b_group.ipynb #a87240cb
+# %% ../nbs/07b_group.ipynb #7f6b5274
 class Group(Algorithm):
     "Different algorithms for different parameters: each has the first whose filter matches its full name"
     def __init__(self,
@@ -38,7 +38,9 @@ class Group(Algorithm):
         algorithm:Algorithm, # Of its own parameters
     ):
         "Append a filter and its algorithm; what was added earlier wins"
-        if isinstance(algorithm, Group) or not isinstance(algorithm, Algorithm): raise TypeError(f"{algorithm!r} is no algorithm that a Group can hold: GMP(...), RigL(...) and the like are, another Group is not")
+        if isinstance(algorithm, Group) or not isinstance(algorithm, Algorithm):
+            raise TypeError(f"{algorithm!r} is no algorithm that a Group can hold: GMP(...), RigL(...) and the"
+                            f" like are, another Group is not")
         self.pairs.append((which, _check_filter(which), algorithm))
         return self
 
@@ -87,12 +89,14 @@ class Group(Algorithm):
         mine = {n for n,i in assigned(self, model, layer_type, exclude, within).items() if i is not None}
         return {n: t for n,t in _all_params(unwrap(model)).items() if n in mine}
 
-# %% ../nbs/07b_group.ipynb #518aeb60
+# %% ../nbs/07b_group.ipynb #cb9a239b
 def _own(m:Sparsifier, shares:dict)->dict: return {k: s for k,s in shares.items() if k in m.targets}
 
 def _fill_in(g:Group, sparsity, given:dict)->Group:
     "The same group, with what its members left open filled in"
-    if sparsity is not None: raise ValueError(f"sparsity is {sparsity!r}, but a Group's members have their own: leave it out, or give it to the members")
+    if sparsity is not None:
+        raise ValueError(f"sparsity is {sparsity!r}, but a Group's members have their own: leave it out, or"
+                         f" give it to the members")
     out = Group()
     out.pairs.extend((w, f, a.fill_in(**given)) for w,f,a in g.pairs)
     return out
@@ -125,7 +129,7 @@ class _View(Masks):
     def __len__(self): return len(self.targets)
     def __contains__(self, k): return k in self.targets
 
-# %% ../nbs/07b_group.ipynb #79468c0c
+# %% ../nbs/07b_group.ipynb #979f0f77
 class Joined(Sparsifier):
     "Several sparsifiers of one model as one: their targets together, over one table of masks"
     def __init__(self,
@@ -172,9 +176,11 @@ class Joined(Sparsifier):
         return dict(version=1, seed=self.seed, updates=self.updates, refs={}, masks={k: v for p in parts for k,v in p['masks'].items()},
                     memory=dict(members=[{k: v for k,v in p.items() if k!='masks'} for p in parts]))
     def check_state(self, state):
-        if not isinstance(state, dict) or state.get('version')!=1: raise ValueError("this is no state of a Sparsifier (version 1)")
+        if not isinstance(state, dict) or state.get('version')!=1:
+            raise ValueError("this is no state of a Sparsifier (version 1)")
         odd = sorted(set(state['masks'])^set(self.targets))
-        if odd: raise ValueError(f"the state is of other parameters: {', '.join(odd[:6])} {'are' if len(odd)>1 else 'is'} on one side only")
+        if odd:
+            raise ValueError(f"the state is of other parameters: {', '.join(odd[:6])} {'are' if len(odd)>1 else 'is'} on one side only")
         parts = state['memory'].get('members') if isinstance(state.get('memory'), dict) else None
         if not isinstance(parts, list) or len(parts)!=len(self.members):
             raise ValueError(f"the state is of {len(parts) if isinstance(parts, list) else 'no'} members of a Group, this one has {len(self.members)}")
@@ -201,13 +207,15 @@ def assigned(
     else: names = find_targets(model, layer_type, exclude, within)[0]
     return {n: next((i for i,(_,f,_) in enumerate(g.pairs) if f(n, t.param)), None) for n,t in names.items()}
 
-# %% ../nbs/07b_group.ipynb #a3e38cd8
+# %% ../nbs/07b_group.ipynb #ccd33ff3
 def _bind(g:Group, model:nn.Module, layer_type=nn.Conv2d, exclude=None, within=None, nm=False, round_to=None, **kwargs)->Joined:
     "A sparsifier for each member that has parameters, joined"
     first = assigned(g, model, layer_type, exclude, within)
     empty = [w for i,(w,_,_) in enumerate(g.pairs) if i not in first.values()]
     if len(empty)==len(g): raise ValueError(f"no filter of the Group matches a parameter: {', '.join(list(first)[:8])}")
-    if empty: warn_user(f"no parameter is left for {', '.join(map(repr, empty))}: a filter that comes first takes all, or there is none of this name")
+    if empty:
+        warn_user(f"no parameter is left for {', '.join(map(repr, empty))}: a filter that comes first takes"
+                  f" all, or there is none of this name")
     members,which = [],sorted({i for i in first.values() if i is not None})
     for i in which:
         own = {n for n,j in first.items() if j==i}

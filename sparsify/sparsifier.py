@@ -41,13 +41,13 @@ class Masks(UserDict):
             raise ValueError(f"the mask of {name!r} has to be a bool tensor of shape {tuple(shape)}")
         return mask.contiguous()
 
-# %% ../nbs/06_sparsifier.ipynb #757e0f87
+# %% ../nbs/06_sparsifier.ipynb #460fadbb
 class Sparsifier:
     "The sparse parameters of a model and their masks, usable with or without a training loop"
     def __init__(self,
         model:nn.Module, # Its weights are zeroed in place; nothing else about it changes
         granularity='weight', # What lives or dies together: a name, a tuple of dimensions, `Blocks`, `Grouped`, `NM`
-        context='local', # How a sparsity is shared: 'local', 'global', 'er', 'erk' or a function
+        context='local', # How a sparsity is shared: 'local', 'global', 'uniform', 'uniform_compensated', 'er', 'erk' or a function
         criteria:Callable=large_final, # What a weight is worth: a function from a weight to scores
         nm:bool=False, # True is 2:4: two of every four consecutive inputs stay (short for `granularity=NM(2, 4)`)
         layer_type=nn.Conv2d, # Which layers: a type, a name, a pattern, a function, or a list of these
