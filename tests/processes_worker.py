@@ -93,7 +93,7 @@ def static(): return seen(fit(learner(), 2, cbs=SparsifyCallback(algorithm=Stati
 def static_seeds(): return seen(fit(learner(), 2, cbs=SparsifyCallback(algorithm=Static(.7, init='random'), seed=RANK)))
 
 
-_moving = dict(set=SET(.7, update=3), rigl=RigL(.7, update=3), snfs=SNFS(.7, update=3), group=Group({'0.*': SET(.5, update=2), '*': RigL(.7, update=3)}))
+_moving = dict(set=SET(.7, update=3), rigl=RigL(.7, update=3), snfs=SNFS(.7, update=3), group=Group({'0.*': SET(.5, update=2), '3.*': RigL(.7, update=3)}))
 
 def _dynamic(how, algorithm, cbs, **kwargs):
     "With the masks after each step"
