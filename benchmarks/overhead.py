@@ -4,7 +4,7 @@
 
 A row is one fit of `--steps` steps with the default cadence. The events are timed one by one from outside, by a wrapper around the callback's `__call__`, so that both figures of a ratio are
 of the same fit and what else the machine does falls on both. A round ends with each row once; `--repeats` rounds, medians. `--peer` adds rows of
-fasterai's callback, if it is installed: it masks at each step, whatever the schedule, so that fewer steps (`--steps 100`) give the same ratio."""
+fasterai's callback, if it is installed: its gradual schedules make an update at each step, so that fewer steps (`--steps 100`) give the same ratio."""
 import argparse
 import json
 import statistics
